@@ -103,8 +103,8 @@ def test_package_and_notebooks_agree(tmp_path):
     shutil.copytree(ROOT / 'nbs', tmp_path / 'nbs')
     (tmp_path / 'sparse_irm').mkdir()
     shutil.copy(ROOT / 'sparse_irm' / '__init__.py', tmp_path / 'sparse_irm')
-    for tool in 'export', 'clean':
-        command(sys.executable, '-c', f'from nbdev.{tool} import nbdev_{tool}; nbdev_{tool}()', cwd=tmp_path)
+    for tool in 'doclinks import nbdev_export as tool', 'clean import nbdev_clean as tool':
+        command(sys.executable, '-c', f'from nbdev.{tool}; tool()', cwd=tmp_path)
     kept, fresh = files(ROOT), files(tmp_path)
     assert sorted(kept) == sorted(fresh)
     assert [path for path in kept if kept[path] != fresh[path]] == [], 'run `make export` and commit what it writes'
