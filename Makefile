@@ -10,6 +10,7 @@ help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
 .venv/ready: settings.ini setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"$(PYTHON) is Python {sys.version.split()[0]}: make PYTHON=... takes 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[notebooks,dev]'
 	touch $@
