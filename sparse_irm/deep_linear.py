@@ -135,15 +135,22 @@ def augmented(problem: Regression, group: Tensor) -> Regression:
     p, g = _projector_for(problem, group), group.to(problem.sigma)
     return Regression((g @ problem.sigma @ g.mT).mean(0), problem.cross @ p, problem.constant)
 
-# %% ../nbs/12_deep_linear.ipynb #644d8974
+# %% ../nbs/12_deep_linear.ipynb #3993d382
 def regularized(problem: Regression, group: Tensor, lam: float) -> Regression:
-    "The problem with the penalty lam * mean_g ||W - W rho_g||^2 = 2 lam ||W - W P||^2; `lam` finite and >= 0."
+    """The problem with the penalty lam * mean_g ||W - W rho_g||^2 = 2 lam ||W - W P||^2.
+
+    Raises ValueError if `lam` is negative, not finite, or so large that sigma drowns in rounding."""
     if not 0 <= lam < float('inf'): raise ValueError(f'lam must be finite and not negative, got {lam}')
     p = _projector_for(problem, group)
+    values, eps = torch.linalg.eigvalsh(hard_wired(problem, group).sigma), len(p) * torch.finfo(p.dtype).eps
+    seen = values[values > eps * values.max()]
+    if len(seen) and 2 * lam * eps > 1e-3 * seen[0]:
+        raise ValueError(f'lam must be at most {1e-3 * seen[0] / eps / 2:.1e} for this sigma, got {lam}: '
+                         'float64 would lose digits; hard_wired is the limit')
     away = torch.eye(len(p), dtype=p.dtype, device=p.device) - p
     return Regression(problem.sigma + 2 * lam * away, problem.cross, problem.constant)
 
-# %% ../nbs/12_deep_linear.ipynb #328408ae
+# %% ../nbs/12_deep_linear.ipynb #7d817d72
 def whitening(problem: Regression) -> Tensor:
     "M [d, q] with M M^T the pseudo-inverse of sigma: in_basis(problem, M) has the identity as its sigma."
     values, vectors = torch.linalg.eigh(problem.sigma)
@@ -154,10 +161,10 @@ def singular_directions(problem: Regression) -> tuple[Tensor, Tensor, Tensor]:
     "(u [k, q], s [q], v [d, q]): singular triplets of the whitened target C S^(-1/2), s > 0 falling, v^T S v = I."
     m = whitening(problem)
     u, s, vt = torch.linalg.svd(problem.cross @ m, full_matrices=False)
-    keep = s > 1e-10 * s.max()
+    keep = s > 1e-10 * s[:1]
     return u[:, keep], s[keep], m @ vt.T[:, keep]
 
-# %% ../nbs/12_deep_linear.ipynb #92746cb1
+# %% ../nbs/12_deep_linear.ipynb #d0ff7155
 def _check_rank(problem: Regression, rank: int):
     "Refuse a rank that no map of this problem can have."
     _check_size('rank', rank, largest=min(problem.cross.shape))
@@ -165,7 +172,7 @@ def _check_rank(problem: Regression, rank: int):
 def reduced_rank(problem: Regression, rank: int) -> Tensor:
     """The global optimum [k, d] of `problem` among maps of rank at most `rank`, by reduced-rank regression.
 
-    Unique if s_r > s_(r+1), up to what sigma cannot see (0 there). Raises ValueError for a rank outside 1..min(k, d)."""
+    Unique if s_r > s_(r+1), up to what sigma cannot see (0 there). Raises ValueError for a rank beyond min(k, d)."""
     _check_rank(problem, rank)
     u, s, v = singular_directions(problem)
     return u[:, :rank] * s[:rank] @ v[:, :rank].T
@@ -274,7 +281,7 @@ def descent_direction(problem: Regression, directions: tuple[int, ...], depth: i
     tangent[0][row], tangent[-1][:, row] = share * v[:, j], share * u[:, j]
     return tangent, float(-4 * s[i] * (s[j] - s[i]))
 
-# %% ../nbs/12_deep_linear.ipynb #52ce4247
+# %% ../nbs/12_deep_linear.ipynb #bb4331d2
 def regularization_path(problem: Regression, group: Tensor, rank: int, lams: list[float]) -> tuple[Tensor, Tensor]:
     """(maps [n, k, d], gaps [n]): the global optimum for every lambda, and the relative gap (s_r - s_(r+1)) / s_r.
 
@@ -285,5 +292,5 @@ def regularization_path(problem: Regression, group: Tensor, rank: int, lams: lis
         at = regularized(problem, group, float(lam))
         s = torch.cat([singular_directions(at)[1], problem.sigma.new_zeros(rank + 1)])
         maps.append(reduced_rank(at, rank))
-        gaps.append(1 - s[rank] / s[rank - 1])
+        gaps.append(1 - s[rank] / s[rank - 1].clamp_min(torch.finfo(s.dtype).tiny))  # 1 where nothing is left out
     return torch.stack(maps), torch.stack(gaps)
