@@ -1,4 +1,4 @@
-"""Groups, closed forms, critical points and training of deep linear networks, on problems the notebook does not show."""
+"""Groups, closed forms, critical points and training of deep linear networks, on problems of their own."""
 import math
 
 import pytest
@@ -11,7 +11,8 @@ from sparse_irm.deep_linear import (Regression, augmented, critical_points, cycl
                                     projector, reduced_rank, reflections, regression, regularization_path, regularized,
                                     rotations, singular_directions, train, whitening)
 
-GROUPS = {'cyclic': cyclic(4), 'permutations': permutations(3), 'rotations': rotations(3), 'reflections': reflections(2)}
+GROUPS = {'cyclic': cyclic(4), 'permutations': permutations(3), 'rotations': rotations(3),
+          'reflections': reflections(2)}
 
 
 def normal(*shape, seed=0):
@@ -125,7 +126,8 @@ def test_hard_wiring_and_augmentation_have_the_same_critical_points(name, seed, 
         for one, other in zip(hard, soft, strict=True):
             assert one.directions == other.directions and one.index == other.index
             scale = other.w.norm()
-            assert (one.w @ b.T - other.w).norm() < 1e-6 * scale and (other.w - other.w @ projector(group)).norm() < 1e-6 * scale
+            assert (one.w @ b.T - other.w).norm() < 1e-6 * scale
+            assert (other.w - other.w @ projector(group)).norm() < 1e-6 * scale
 
 
 @pytest.mark.parametrize('depth', [2, 3, 4])
