@@ -7,7 +7,7 @@ __all__ = ['stream', 'State', 'dense', 'new_state', 'batch_rows', 'Batches', 'ma
            'rate_factor', 'penalty_weight', 'budget_fraction', 'train_step', 'predict', 'accuracy', 'measure',
            'evaluate', 'save_checkpoint', 'load_checkpoint', 'choose_device', 'fit']
 
-# %% ../nbs/07_training.ipynb #d67e0368
+# %% ../nbs/07_training.ipynb #8b18818d
 import hashlib
 import math
 import os
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .configs import Training
 from .environments import Benchmark, Environment, join
-from .masks import Masked, binary_mask, mask_entropy, noise, relaxed_mask, straight_through, temperature
+from .masks import Masked, mask_entropy, noise, relaxed_mask, straight_through, temperature
 from .penalties import irmv1, objective, rex, risks_and_penalty, risk, task_of
 from .projection import kept_fraction, project_
 
