@@ -135,7 +135,7 @@ def augmented(problem: Regression, group: Tensor) -> Regression:
     p, g = _projector_for(problem, group), group.to(problem.sigma)
     return Regression((g @ problem.sigma @ g.mT).mean(0), problem.cross @ p, problem.constant)
 
-# %% ../nbs/12_deep_linear.ipynb #3993d382
+# %% ../nbs/12_deep_linear.ipynb #56b85daf
 def regularized(problem: Regression, group: Tensor, lam: float) -> Regression:
     """The problem with the penalty lam * mean_g ||W - W rho_g||^2 = 2 lam ||W - W P||^2.
 
@@ -144,9 +144,9 @@ def regularized(problem: Regression, group: Tensor, lam: float) -> Regression:
     p = _projector_for(problem, group)
     values, eps = torch.linalg.eigvalsh(hard_wired(problem, group).sigma), len(p) * torch.finfo(p.dtype).eps
     seen = values[values > eps * values.max()]
-    if len(seen) and 2 * lam * eps > 1e-3 * seen[0]:
-        raise ValueError(f'lam must be at most {1e-3 * seen[0] / eps / 2:.1e} for this sigma, got {lam}: '
-                         'float64 would lose digits; hard_wired is the limit')
+    if len(seen) and 2 * lam * eps > seen[0]:
+        raise ValueError(f'lam must be at most {seen[0] / eps / 2:.1e} for this sigma, got {lam}: '
+                         'beyond it directions vanish in rounding; hard_wired is the limit')
     away = torch.eye(len(p), dtype=p.dtype, device=p.device) - p
     return Regression(problem.sigma + 2 * lam * away, problem.cross, problem.constant)
 

@@ -87,7 +87,7 @@ def test_problems_refuse_other_sizes_and_weights():
             way(problem, cyclic(3))
     with pytest.raises(ValueError, match='one row per input'):
         in_basis(problem, torch.eye(3))
-    for lam in (-1., math.inf, math.nan, 1e15):
+    for lam in (-1., math.inf, math.nan, 1e18):
         with pytest.raises(ValueError, match='lam must be'):
             regularized(problem, group, lam)
     for rank, error in ((0, ValueError), (5, ValueError), (1.0, TypeError)):
