@@ -108,7 +108,7 @@ def top_mask(s: Tensor, k: int) -> Tensor:
     room = k - above.sum()
     return (above | (equal & (equal.cumsum(0) <= room))).to(s.dtype)
 
-# %% ../nbs/02_masks.ipynb #8fd4316f
+# %% ../nbs/02_masks.ipynb #896649ce
 class Masked(nn.Module):
     "A module whose weights `names` are multiplied by a mask m [d] at each call; s [d] holds the keep probabilities."
 
@@ -135,7 +135,7 @@ class Masked(nn.Module):
 
     @torch.no_grad()
     def mask(self, kind: str, generator: torch.Generator | None = None) -> Tensor:
-        "A constant mask [d]: 'sampled' (binary), 'thresholded' (the round(keep d) largest s) or 'expected' (s)."
+        "A constant mask [d]: 'sampled' (binary), 'thresholded' (the round(keep d) >= 1 largest s), 'expected' (s)."
         if kind == 'sampled':
             return binary_mask(self.s, noise(self.s, generator))
         if kind == 'thresholded':
