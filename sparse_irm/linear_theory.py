@@ -157,7 +157,7 @@ def risks(data: LinearData, v: np.ndarray, b: float) -> np.ndarray:
     "R^e(v, b) for every environment. [E]"
     return np.array([np.mean((x @ v + b - y) ** 2) for x, y in zip(data.x, data.y)])
 
-# %% ../nbs/10_linear_theory.ipynb #84518be6
+# %% ../nbs/10_linear_theory.ipynb #52323c6b
 def objective(data: LinearData, selector: np.ndarray, penalty_weight: float, penalty: str = 'gap') -> float:
     "The empirical IRM objective of a selector, its linear predictor optimised. Errors as in `fit`."
     v, b = fit(data, selector, penalty_weight, penalty)
@@ -166,7 +166,7 @@ def objective(data: LinearData, selector: np.ndarray, penalty_weight: float, pen
         residual = z @ np.append(v[selector], b) - data.y[e]           # [n]
         if penalty == 'gap':
             own = z @ _solve([z], [data.y[e]]) - data.y[e]
-            total[e] += penalty_weight * (np.mean(residual ** 2) - np.mean(own ** 2))
+            total[e] += penalty_weight * max(np.mean(residual ** 2) - np.mean(own ** 2), 0)
         else:
             total[e] += penalty_weight * np.sum((2 / len(z) * z.T @ residual) ** 2)
     return float(total.sum())
@@ -206,7 +206,7 @@ def population_moments(model: LinearModel) -> Moments:
         cov[np.flatnonzero(s), np.flatnonzero(s)] += alpha ** 2
     return Moments(within, within.sum(0))
 
-# %% ../nbs/10_linear_theory.ipynb #a6ccfdfa
+# %% ../nbs/10_linear_theory.ipynb #607334e5
 def subsets(d: int, k: int) -> np.ndarray:
     "All subsets of k of d features, one a column, increasing. [k, C(d, k)]"
     if k == 2:
@@ -233,8 +233,8 @@ def residual_variances(cov: np.ndarray, subsets: np.ndarray) -> np.ndarray:
 
 def objectives(moments: Moments, subsets: np.ndarray, penalty_weight: float) -> np.ndarray:
     "Gap objective of each subset. subsets [k, m]; result [m]."
-    within = sum(residual_variances(cov, subsets) for cov in moments.within)
-    return (1 + penalty_weight) * residual_variances(moments.pooled, subsets) - penalty_weight * within
+    pooled, within = residual_variances(moments.pooled, subsets), sum(residual_variances(m, subsets) for m in moments.within)
+    return pooled + penalty_weight * np.maximum(pooled - within, 0)    # the gap, but for rounding, is never negative
 
 # %% ../nbs/10_linear_theory.ipynb #6b775e6d
 def all_subsets(d: int, budget: int) -> list[np.ndarray]:
