@@ -17,7 +17,7 @@ from .metrics import difference, verdict
 if TYPE_CHECKING:
     import pandas
 
-# %% ../nbs/15_reproduce.ipynb #27aadb34
+# %% ../nbs/15_reproduce.ipynb #35cfaa1e
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 JUPYTER_NAMES = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
 
@@ -25,7 +25,7 @@ JUPYTER_NAMES = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
 def parameters_of(names: Mapping[str, Any]) -> dict[str, Any]:
     "The plain data among a notebook's global names: its parameters, when called right after them."
     return {k: v for k, v in names.items()
-            if isinstance(v, PLAIN) and not k.startswith('_') and k not in JUPYTER_NAMES}
+            if isinstance(v, PLAIN) and not k.startswith('_') and not k.isupper() and k not in JUPYTER_NAMES}
 
 # %% ../nbs/15_reproduce.ipynb #6ec1c6e1
 def choose(presets: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Any], others: Sequence[str] = ()) -> dict[str, Any]:
