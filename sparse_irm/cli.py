@@ -42,7 +42,7 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
         values[key] = parse_value(text)
     return values
 
-# %% ../nbs/16_cli.ipynb #7d244f8d
+# %% ../nbs/16_cli.ipynb #3a762e01
 def notebook_parameters(path: Path) -> dict[str, str]:
     "Names of a notebook's parameters and their defaults as text."
     import papermill
@@ -50,7 +50,7 @@ def notebook_parameters(path: Path) -> dict[str, str]:
     return {name: told['default'] for name, told in papermill.inspect_notebook(str(path)).items()}
 
 
-def reproduce(name: str, parameters: Mapping[str, Any], out: Path, show_progress: bool = True) -> Path:
+def reproduce(name: str, parameters: Mapping[str, Any], out: Path) -> Path:
     "Run the reproduce notebook `name` into `out` and return the executed notebook. ValueError for unknown names."
     from sparse_irm.methods import check_name
     from sparse_irm.reproduce import notebooks
@@ -67,7 +67,7 @@ def reproduce(name: str, parameters: Mapping[str, Any], out: Path, show_progress
     out.mkdir(parents=True, exist_ok=True)
     executed = out / f'{name}.ipynb'
     papermill.execute_notebook(str(path), str(executed), {**parameters, 'out': str(out.resolve())}, kernel_name='python3',
-                               progress_bar=show_progress, log_output=False)
+                               progress_bar=False, stderr_file=sys.stderr if sys.stderr.isatty() else None)
     return executed
 
 # %% ../nbs/16_cli.ipynb #2dc4c322

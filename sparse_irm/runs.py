@@ -6,7 +6,7 @@
 __all__ = ['DATASETS', 'GENERATORS', 'Run', 'make_run', 'build', 'provenance', 'write_row', 'read_row', 'row_path', 'execute',
            'RunsFailed', 'unfinished', 'process_pool', 'execute_all']
 
-# %% ../nbs/13_runs.ipynb #ffb9e993
+# %% ../nbs/13_runs.ipynb #ae3549a9
 import json
 import os
 import platform
@@ -31,7 +31,7 @@ from .masks import sparsify
 from .methods import METHODS, check_name, method_settings
 from .models import MLP
 from .sources import load
-from .training import choose_device, fit
+from .training import choose_device, fit, hide_bar
 
 # %% ../nbs/13_runs.ipynb #9c571761
 @dataclass(frozen=True)
@@ -177,20 +177,20 @@ def process_pool(workers: int) -> ProcessPoolExecutor:
     threads = max(1, (os.cpu_count() or 1) // workers)
     return ProcessPoolExecutor(workers, get_context('spawn'), initializer=torch.set_num_threads, initargs=(threads,))
 
-# %% ../nbs/13_runs.ipynb #72993ba3
+# %% ../nbs/13_runs.ipynb #f0bb6368
 def execute_all(runs: Iterable[Run], folder: str | Path, root: str | Path | None = None, device: str = 'auto',
                 workers: int = 1, executor: Executor | None = None, progress: bool | None = None) -> list[dict]:
     """Execute every run that has no row-file in `folder`; return the rows of all, in order.
 
     Runs go to `executor`, else to `workers` processes of this machine, else (workers=1) they are done here.
     Raises RunsFailed at the end when some failed; what finished is kept."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     runs, failures = list(dict.fromkeys(runs)), {}
     todo = unfinished(runs, folder)
     own = process_pool(min(workers, len(todo))) if executor is None and workers > 1 and len(todo) > 1 else None
     pool = executor or own
-    with tqdm(total=len(runs), initial=len(runs) - len(todo), unit='run', disable=None if progress is None else not progress) as bar:
+    with tqdm(total=len(runs), initial=len(runs) - len(todo), unit='run', disable=hide_bar(progress)) as bar:
         jobs = {pool.submit(execute, run, folder, root, device): run for run in todo} if pool else todo
         try:
             for job in as_completed(jobs) if pool else jobs:

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['stream', 'State', 'dense', 'new_state', 'batch_rows', 'Batches', 'mask_is_live', 'draw_mask', 'run_model',
            'rate_factor', 'penalty_weight', 'budget_fraction', 'train_step', 'predict', 'accuracy', 'measure',
-           'evaluate', 'save_checkpoint', 'load_checkpoint', 'choose_device', 'fit']
+           'evaluate', 'save_checkpoint', 'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
 
-# %% ../nbs/07_training.ipynb #8b18818d
+# %% ../nbs/07_training.ipynb #2116e717
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -247,7 +248,7 @@ def load_checkpoint(state: State, path: str | Path) -> State:
     state.step, state.history = parts['step'], parts['history']
     return state
 
-# %% ../nbs/07_training.ipynb #c0a42742
+# %% ../nbs/07_training.ipynb #ef314220
 def choose_device(name: str = 'auto') -> torch.device:
     "The named device, or the best there is for 'auto'. ValueError when it is not available."
     has = {'cpu': True, 'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
@@ -260,6 +261,11 @@ def choose_device(name: str = 'auto') -> torch.device:
     return torch.device(name)
 
 
+def hide_bar(progress: bool | None) -> bool:
+    "What to tell a progress bar: shown or not as asked; None shows it on a terminal and in a notebook."
+    return not (progress if progress is not None else sys.stderr.isatty() or 'ipykernel' in sys.modules)
+
+
 def _finite(loss: Tensor | None, state: State, path: Path | None) -> float:
     value = float('nan') if loss is None else loss.item()
     if loss is not None and not math.isfinite(value):
@@ -268,15 +274,15 @@ def _finite(loss: Tensor | None, state: State, path: Path | None) -> float:
                                  f'Lower lr ({state.config.lr:g}) or penalty_weight ({state.config.penalty_weight:g}).')
     return value
 
-# %% ../nbs/07_training.ipynb #1de082a2
+# %% ../nbs/07_training.ipynb #24bd2634
 def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 'auto',
         checkpoint: str | Path | None = None, checkpoint_every: int = 100, progress: bool | None = None) -> State:
     """Train `model` in place on the benchmark's training environments and return the final state with its history.
 
     checkpoint: a file to continue from when it exists, and to write every `checkpoint_every` steps.
-    progress: a bar; None shows it on a terminal only. Raises ValueError for a configuration that does not fit,
+    progress: a bar; None shows it on a terminal and in a notebook. Raises ValueError for a configuration that does not fit,
     FloatingPointError when the loss stops being finite."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     where, path = choose_device(device), Path(checkpoint) if checkpoint is not None else None
     if config.dtype == 'bfloat16' and where.type == 'mps':
@@ -287,8 +293,7 @@ def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 
     if path is not None and path.exists():
         load_checkpoint(state, path)
     model.train()
-    hide = None if progress is None else not progress
-    with tqdm(total=config.steps, initial=state.step, disable=hide, unit='step', mininterval=0.5) as bar:
+    with tqdm(total=config.steps, initial=state.step, disable=hide_bar(progress), unit='step', mininterval=0.5) as bar:
         while state.step < config.steps:
             loss = train_step(state, *batches(state.step), task)
             due = state.step == config.steps
