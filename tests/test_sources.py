@@ -1,3 +1,5 @@
+import hashlib
+import pickle
 import struct
 from pathlib import Path
 from urllib.error import URLError
@@ -6,9 +8,21 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from PIL import Image
 
 from sparse_irm import sources
-from sparse_irm.sources import IDX_FILES, Images, check_idx, data_root, digits, load, mnist
+from sparse_irm.sources import (
+    CIFAR10_PAIR,
+    IDX_FILES,
+    Images,
+    check_idx,
+    cifar10,
+    cifar10_folder,
+    data_root,
+    digits,
+    load,
+    mnist,
+)
 
 
 def write_idx(path: Path, shape: tuple[int, ...], value: int) -> None:
@@ -141,7 +155,7 @@ def test_a_failed_download_says_why_and_gives_no_other_data(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", ["MNIST", "", None, "cifar"])
 def test_unknown_names_are_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match="name must be one of mnist, fashion-mnist, digits, got"):
+    with pytest.raises(ValueError, match="name must be one of mnist, fashion-mnist, cifar10, cifar10-jpeg, cifar10-png, digits, photographs, got"):
         load(name)
 
 
@@ -154,3 +168,125 @@ def test_published_files_where_they_lie():
     assert images.y[60_000:60_005].tolist() == [7, 2, 1, 0, 4]
     assert images.y[:60_000].bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert abs(images.x[:60_000].double().mean() / 255 - 0.1307) < 1e-4
+
+
+def test_photographs_are_distinct_patches_of_the_two_pictures():
+    from sklearn.datasets import load_sample_image
+
+    images = load("photographs")
+    assert images.name == "photographs" and images.y.bincount().tolist() == [1040, 1040]
+    assert len(images.x.flatten(1).unique(dim=0)) > 2000
+    for label, file in enumerate(("china.jpg", "flower.jpg")):
+        block = torch.from_numpy(load_sample_image(file)[32:48, 80:96].copy())  # row 2, column 5 of the blocks
+        patch = images.x[1040 * label + 2 * 40 + 5]
+        assert (patch.float().mean((1, 2)) - block.float().mean((0, 1))).abs().max() < 1
+
+
+@pytest.fixture
+def own_cifar10(monkeypatch, tmp_path):
+    "A data folder with CIFAR-10's files but two training images and one test image of each of the ten classes."
+    cls, folder = torchvision.datasets.CIFAR10, tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+
+    def write(name, content):
+        (folder / name).write_bytes(pickle.dumps(content))
+        return [name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
+
+    for key, file, n in (("train_list", "data_batch_1", 20), ("test_list", "test_batch", 10)):
+        labels = [i % 10 for i in range(n)]
+        data = np.repeat(np.arange(n, dtype=np.uint8)[:, None], 3072, axis=1)
+        data[:, 1024:2048] += 100  # the green plane
+        monkeypatch.setattr(cls, key, [write(file, {"data": data, "labels": labels})])
+    name, md5 = write("batches.meta", {"label_names": [str(i) for i in range(10)]})
+    monkeypatch.setattr(cls, "meta", {"filename": name, "key": "label_names", "md5": md5})
+    return tmp_path
+
+
+def test_cifar10_is_its_automobiles_and_trucks_training_first(own_cifar10):
+    images = load("cifar10", own_cifar10)
+    assert images.name == "cifar10" and images.x.shape == (6, 3, 32, 32) and images.x.is_contiguous()
+    assert images.x[:, 0, 0, 0].tolist() == [1, 9, 11, 19, 1, 9]
+    assert images.x[:, 1, 5, 7].tolist() == [101, 109, 111, 119, 101, 109]
+    assert images.y.tolist() == [0, 1, 0, 1, 0, 1] and CIFAR10_PAIR == {"automobile": 1, "truck": 9}
+
+
+@pytest.mark.parametrize("download", [False, True])
+def test_damaged_cifar10_is_named_and_left_alone(own_cifar10, download):
+    path = own_cifar10 / "cifar-10-batches-py" / "data_batch_1"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="cifar-10-batches-py is damaged.*Delete it"):
+        cifar10(own_cifar10, download=download)
+    assert path.read_bytes() == before
+
+
+def test_missing_cifar10_is_downloaded_only_when_asked(monkeypatch, tmp_path):
+    def offline(*args, **kwargs):
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", offline)
+    with pytest.raises(FileNotFoundError, match="cifar-10-batches-py is not in .*SPARSE_IRM_DATA.*download=True"):
+        cifar10(tmp_path)
+    with pytest.raises(RuntimeError, match="cifar10 could not be downloaded.*no route to host"):
+        cifar10(tmp_path, download=True)
+
+
+@pytest.fixture
+def pictures(monkeypatch, tmp_path):
+    "A function that writes a small `name` folder: two training pictures and one test picture of each class."
+    monkeypatch.setattr(sources, "CIFAR10_COUNTS", {"train": 2, "test": 1})
+
+    def write(name, ending):
+        grey = 0
+        for part, n in (("train", 2), ("test", 1)):
+            for kind in ("automobile", "truck", "frog"):
+                (tmp_path / name / part / kind).mkdir(parents=True)
+                for i in range(n):
+                    grey += 10
+                    picture = Image.new("L", (32, 32), grey)
+                    picture.save(tmp_path / name / part / kind / f"{i:04}{ending}")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("name, ending", [("cifar10-jpeg", ".jpg"), ("cifar10-jpeg", ".JPEG"), ("cifar10-png", ".png")])
+def test_a_folder_gives_its_pictures_in_order(pictures, name, ending):
+    images = load(name, pictures(name, ending))
+    assert images.name == name and images.y.tolist() == [0, 0, 1, 1, 0, 1]
+    assert images.x.float().mean((1, 2, 3)).round().tolist() == [10, 20, 30, 40, 70, 80]
+
+
+def test_a_folder_of_another_kind_or_count_is_refused_with_counts(pictures):
+    root = pictures("cifar10-jpeg", ".png")
+    with pytest.raises(ValueError, match=r"\.jpg or \.jpeg.*got train/automobile 0 of 2, .*test/truck 0 of 1"):
+        load("cifar10-jpeg", root)
+    (root / "cifar10-jpeg").rename(root / "cifar10-png")
+    (root / "cifar10-png" / "train" / "truck" / "0001.png").unlink()
+    with pytest.raises(ValueError, match=r"got train/truck 1 of 2$"):
+        load("cifar10-png", root)
+    with pytest.raises(FileNotFoundError, match="cifar10-jpeg is not in .*cifar10-jpeg/train/automobile/"):
+        load("cifar10-jpeg", root)
+    with pytest.raises(ValueError, match="name must be one of cifar10-jpeg, cifar10-png, got 'cifar10'"):
+        cifar10_folder("cifar10", root)
+
+
+def test_pictures_that_do_not_open_or_fit_are_named(pictures):
+    root = pictures("cifar10-png", ".png")
+    path = root / "cifar10-png" / "test" / "truck" / "0000.png"
+    Image.new("RGB", (31, 32)).save(path)
+    with pytest.raises(ValueError, match="test/truck/0000.png must be 32x32 pixels, got 32x31"):
+        load("cifar10-png", root)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match="test/truck/0000.png is damaged"):
+        load("cifar10-png", root)
+
+
+def test_cifar10_jpeg_where_it_lies():
+    try:
+        images = load("cifar10-jpeg")
+    except FileNotFoundError as error:
+        pytest.skip(f"needs the real pictures: {error}")
+    assert images.x.shape == (12_000, 3, 32, 32)
+    assert images.y[:10_000].bincount().tolist() == [5000, 5000] and images.y[10_000:].bincount().tolist() == [1000, 1000]
+    assert images.x.float().mean() > 50 and len(images.x.flatten(1).unique(dim=0)) > 11_000
