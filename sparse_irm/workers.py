@@ -5,16 +5,15 @@
 # %% auto #0
 __all__ = ['serve', 'Worker', 'cuda_devices', 'Workers', 'alone', 'cluster']
 
-# %% ../nbs/21_workers.ipynb #3beab68b
+# %% ../nbs/21_workers.ipynb #c3ede3ac
 import os
 import pickle
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -175,14 +174,17 @@ def alone(timeout: float, function: Callable, *args: Any) -> Any:
     finally:
         worker.stop()
 
-# %% ../nbs/21_workers.ipynb #c6f7c901
-def cluster(address: str) -> Executor:
+# %% ../nbs/21_workers.ipynb #47aa0502
+@contextmanager
+def cluster(address: str) -> Iterator[Executor]:
     "The Executor of the Dask cluster whose scheduler is at `address`. ValueError when there is none, or no Dask here."
     try:
         from distributed import Client
     except ModuleNotFoundError:
         raise ValueError("scheduler: Dask is missing: pip install 'sparse_irm[cluster]'") from None
     try:
-        return Client(address, timeout=10, set_as_default=False).get_executor(pure=False)
+        client = Client(address, timeout=10, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f'scheduler: got {address!r}, no Dask scheduler answers there ({error})') from None
+    with client:
+        yield client.get_executor(pure=False)
