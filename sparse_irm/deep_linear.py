@@ -75,11 +75,15 @@ def projector(group: Tensor) -> Tensor:
         raise ValueError(f'group must be closed under products: these {len(group)} matrices are not a group')
     return group.mean(0)
 
-# %% ../nbs/12_deep_linear.ipynb #2ebdf5f8
+# %% ../nbs/12_deep_linear.ipynb #da6f1efa
+def _range(p: Tensor) -> Tensor:
+    "Orthonormal basis [d, m] of the range of the projector `p` [d, d]."
+    values, vectors = torch.linalg.eigh(p)                                       # eigenvalues are 0 or 1
+    return vectors[:, values > 0.5]
+
 def invariant_basis(group: Tensor) -> Tensor:
     "Orthonormal basis B [d, m] of the vectors fixed by `group` [|G|, d, d], so that B B^T = projector(group)."
-    values, vectors = torch.linalg.eigh(projector(group))                        # eigenvalues are 0 or 1
-    return vectors[:, values > 0.5]
+    return _range(projector(group))
 
 # %% ../nbs/12_deep_linear.ipynb #a10051c6
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def regression(x: Tensor, y: Tensor) -> Regression:
     if not (x.isfinite().all() and y.isfinite().all()): raise ValueError('x and y must be finite')
     return Regression(x.T @ x / len(x), y.T @ x / len(x), y.square().sum() / len(x))
 
-# %% ../nbs/12_deep_linear.ipynb #20c094c2
+# %% ../nbs/12_deep_linear.ipynb #5493b1a4
 def in_basis(problem: Regression, basis: Tensor) -> Regression:
     "The problem for V [k, m] in W = V basis^T, with `basis` [d, m]."
     if basis.dim() != 2 or len(basis) != len(problem.sigma):
@@ -126,8 +130,7 @@ def _projector_for(problem: Regression, group: Tensor) -> Tensor:
 
 def hard_wired(problem: Regression, group: Tensor) -> Regression:
     "The problem for V [k, m] in the invariant maps W = V B^T, with B = invariant_basis(group) [d, m]."
-    _projector_for(problem, group)
-    return in_basis(problem, invariant_basis(group).to(problem.sigma))
+    return in_basis(problem, _range(_projector_for(problem, group)))
 
 # %% ../nbs/12_deep_linear.ipynb #f52efea3
 def augmented(problem: Regression, group: Tensor) -> Regression:
@@ -135,14 +138,14 @@ def augmented(problem: Regression, group: Tensor) -> Regression:
     p, g = _projector_for(problem, group), group.to(problem.sigma)
     return Regression((g @ problem.sigma @ g.mT).mean(0), problem.cross @ p, problem.constant)
 
-# %% ../nbs/12_deep_linear.ipynb #56b85daf
+# %% ../nbs/12_deep_linear.ipynb #1de16fb2
 def regularized(problem: Regression, group: Tensor, lam: float) -> Regression:
     """The problem with the penalty lam * mean_g ||W - W rho_g||^2 = 2 lam ||W - W P||^2.
 
     Raises ValueError if `lam` is negative, not finite, or so large that sigma drowns in rounding."""
     if not 0 <= lam < float('inf'): raise ValueError(f'lam must be finite and not negative, got {lam}')
     p = _projector_for(problem, group)
-    values, eps = torch.linalg.eigvalsh(hard_wired(problem, group).sigma), len(p) * torch.finfo(p.dtype).eps
+    values, eps = torch.linalg.eigvalsh(in_basis(problem, _range(p)).sigma), len(p) * torch.finfo(p.dtype).eps
     seen = values[values > eps * values.max()]
     if len(seen) and 2 * lam * eps > seen[0]:
         raise ValueError(f'lam must be at most {seen[0] / eps / 2:.1e} for this sigma, got {lam}: '
