@@ -98,7 +98,7 @@ def config_hash(config: Config) -> str:
     told = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/06_configs.ipynb #9c926321
+# %% ../nbs/06_configs.ipynb #698fcc2e
 @dataclass(frozen=True)
 class Training(Config):
     "How to train: every number the loop uses."
@@ -127,6 +127,12 @@ class Training(Config):
     budget: tuple[float, ...] = number((0.0, 0.0), low=0, high=1)  # cubic from, to, as fractions of the steps
     straight_through: bool = False
     eval_mask: str = choice('sampled', 'thresholded', 'expected')
+    # Meta-IRM: mean + meta_std_weight * standard deviation of the meta-losses takes the place of risk and penalty
+    meta_lr: float | None = number(None, low=0)  # inner step size alpha; None: no Meta-IRM
+    meta_steps: int = number(1, low=1)  # inner steps
+    meta_std_weight: float = number(1.0, low=0)
+    meta_second_order: bool = True
+    meta_same_environment: bool = False  # judge the adapted weights on the environment they were adapted to
 
     def __post_init__(self):
         super().__post_init__()
@@ -135,6 +141,9 @@ class Training(Config):
                 raise ValueError(f'{name}: got {getattr(self, name)}, takes two numbers (first, last)')
         if self.budget[0] > self.budget[1]:
             raise ValueError(f'budget: got {self.budget}, the first fraction must not exceed the last')
+        if self.meta_lr is not None and (self.penalty != 'none' or self.keep is not None):
+            raise ValueError(f'meta_lr: got {self.meta_lr} with penalty {self.penalty!r} and keep {self.keep}, '
+                             'takes None there: Meta-IRM is dense and its meta-losses are the penalty')
 
 
 PAPER_TEXT = dict(keep=0.5, temperature=(1.0, 1.0), budget=(0.0, 0.0), schedule='cosine')

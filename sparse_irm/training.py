@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['stream', 'State', 'dense', 'new_state', 'batch_rows', 'Batches', 'mask_is_live', 'draw_mask', 'run_model',
-           'rate_factor', 'penalty_weight', 'budget_fraction', 'train_step', 'predict', 'accuracy', 'measure',
-           'evaluate', 'save_checkpoint', 'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
+           'rate_factor', 'penalty_weight', 'budget_fraction', 'penalised_risk', 'train_step', 'predict', 'accuracy',
+           'measure', 'evaluate', 'save_checkpoint', 'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
 
-# %% ../nbs/07_training.ipynb #2116e717
+# %% ../nbs/07_training.ipynb #b9f7ab35
 import hashlib
 import math
 import os
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .configs import Training
 from .environments import Benchmark, Environment, join
 from .masks import Masked, mask_entropy, noise, relaxed_mask, straight_through, temperature
+from .meta_irm import meta_loss
 from .penalties import irmv1, objective, rex, risks_and_penalty, risk, task_of
 from .projection import kept_fraction, project_
 
@@ -141,17 +142,24 @@ def _set_rates(state: State, weight: float) -> None:
     if state.scores is not None:
         state.scores.param_groups[0]['lr'] = c.score_lr * factor
 
-# %% ../nbs/07_training.ipynb #d77c778d
+# %% ../nbs/07_training.ipynb #19f17b46
+def penalised_risk(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: str) -> Tensor:
+    "The objective of this step on a batch of all environments, under this step's mask, without its L2 term."
+    c, t = state.config, state.step
+    weight = penalty_weight(c, t)
+    logits = run_model(state.model, x, draw_mask(state), c)
+    split = stream(c.seed, 'halves', t) if c.halves != 'none' else None
+    risks, penalty = risks_and_penalty(logits.split(sizes), y.split(sizes), task, c.penalty if weight else 'none',
+                                       split, absolute=c.halves == 'absolute')
+    return objective(risks, penalty, weight, c.rescale)
+
+# %% ../nbs/07_training.ipynb #fb38028a
 def train_step(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: str) -> Tensor:
     "One step on a batch of all environments (x [n, ...] in order, sizes); returns the loss without its L2 term."
     c, t = state.config, state.step
     weight = penalty_weight(c, t)
     _set_rates(state, weight)
-    logits = run_model(state.model, x, draw_mask(state), c)
-    split = stream(c.seed, 'halves', t) if c.halves != 'none' else None
-    risks, penalty = risks_and_penalty(logits.split(sizes), y.split(sizes), task, c.penalty if weight else 'none',
-                                       split, absolute=c.halves == 'absolute')
-    loss = objective(risks, penalty, weight, c.rescale)
+    loss = penalised_risk(state, x, y, sizes, task) if c.meta_lr is None else meta_loss(state.model, x, y, sizes, task, c)
     state.weights.zero_grad()
     if state.scores is not None:
         state.scores.zero_grad()
@@ -191,7 +199,7 @@ def measure(logits: Tensor, environments: Sequence[Environment], task: str, pena
         row |= {f'{e.name} accuracy': hit, f'{e.name} risk': r}
     return row
 
-# %% ../nbs/07_training.ipynb #4a65b2ad
+# %% ../nbs/07_training.ipynb #01d38c1c
 def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> dict:
     "One row of history, as flat dict: state of the schedule and mask, then accuracy, risk, penalty of every group."
     c, t, task = state.config, state.step, task_of(benchmark.n_classes)
@@ -210,9 +218,12 @@ def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> 
             row |= measure(logits, group, task, c.penalty, role)
             full = c.penalty_weight if c.penalty != 'none' else 0.0
             row[f'{role}_objective'] = row[f'{role}_risk'] + full * row[f'{role}_penalty']
+            if c.meta_lr is not None and role != 'test':
+                x, y, sizes = join([e.x for e in group]), join([e.y for e in group]), [len(e) for e in group]
+                row[f'{role}_objective'] = meta_loss(state.model, x, y, sizes, task, c).item()
     return row
 
-# %% ../nbs/07_training.ipynb #15bdbb58
+# %% ../nbs/07_training.ipynb #44ea8493
 def save_checkpoint(state: State, path: str | Path) -> None:
     "Write the state to `path` atomically."
     path = Path(path)
@@ -233,7 +244,7 @@ def load_checkpoint(state: State, path: str | Path) -> State:
     device = next(state.model.parameters()).device
     try:
         parts = torch.load(path, map_location=device, weights_only=True)
-        theirs = parts['config']
+        theirs = type(state.config).from_dict(parts['config']).to_dict()  # fields added since then have their default
     except Exception as error:
         raise ValueError(f'checkpoint: cannot read {path} ({type(error).__name__}); delete it to start anew') from None
     ours = state.config.to_dict()
