@@ -98,7 +98,7 @@ def config_hash(config: Config) -> str:
     told = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/06_configs.ipynb #698fcc2e
+# %% ../nbs/06_configs.ipynb #151b957d
 @dataclass(frozen=True)
 class Training(Config):
     "How to train: every number the loop uses."
@@ -109,12 +109,14 @@ class Training(Config):
     dtype: str = choice('float32', 'bfloat16')
     seed: int = number(0, low=0)
     # objective: mean risk + penalty_weight * penalty + l2 * |w|^2
-    penalty: str = choice('none', 'irmv1', 'rex')
+    penalty: str = choice('none', 'irmv1', 'rex', 'birm', 'birm-rex')
     penalty_weight: float = number(1e4, low=0)
     anneal_step: int = number(200, low=0)  # the penalty is switched on here
     rescale: bool = True  # divide the loss by 1 + penalty_weight once that is above 1
     halves: str = choice('none', 'signed', 'absolute')  # split-half form of the penalty
     l2: float = number(1e-3, low=0)
+    scale_std: float = number(0.06, low=0)  # birm: spread of the drawn scales, 1200 / n on ColoredMNIST
+    scale_samples: int = number(10, low=1)  # birm: scales drawn a step
     # optimiser of the weights
     optimizer: str = choice('adam', 'sgd')
     lr: float = number(4e-4, low=0)

@@ -10,13 +10,14 @@ import difflib
 
 from .configs import PUBLISHED_CODE
 
-# %% ../nbs/09_methods.ipynb #a8a3a05c
+# %% ../nbs/09_methods.ipynb #3577e03c
 META_IRM = dict(meta_lr=1.0, meta_std_weight=1.0)
 METHODS = {
     'ERM': dict(penalty='none', masked=False),
     'SparseERM': dict(penalty='none', masked=True),
     'IRMv1': dict(penalty='irmv1', masked=False),
     'REx': dict(penalty='rex', masked=False),
+    'BayesianIRM': dict(penalty='birm', masked=False),
     'SparseIRM-IRMv1': dict(penalty='irmv1', masked=True),
     'SparseIRM-REx': dict(penalty='rex', masked=True),
     'Oracle': dict(penalty='none', masked=False),

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['stream', 'State', 'dense', 'new_state', 'batch_rows', 'Batches', 'mask_is_live', 'draw_mask', 'run_model',
-           'rate_factor', 'penalty_weight', 'budget_fraction', 'penalised_risk', 'train_step', 'predict', 'accuracy',
-           'measure', 'evaluate', 'save_checkpoint', 'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
+           'rate_factor', 'penalty_weight', 'budget_fraction', 'draw_scales_of', 'penalised_risk', 'train_step',
+           'predict', 'accuracy', 'measure', 'evaluate', 'save_checkpoint', 'load_checkpoint', 'choose_device',
+           'hide_bar', 'fit']
 
-# %% ../nbs/07_training.ipynb #b9f7ab35
+# %% ../nbs/07_training.ipynb #9c11b027
 import hashlib
 import math
 import os
@@ -24,7 +25,7 @@ from .configs import Training
 from .environments import Benchmark, Environment, join
 from .masks import Masked, mask_entropy, noise, relaxed_mask, straight_through, temperature
 from .meta_irm import meta_loss
-from .penalties import irmv1, objective, rex, risks_and_penalty, risk, task_of
+from .penalties import draw_scales, irmv1, objective, rex, risks_and_penalty, risk, task_of
 from .projection import kept_fraction, project_
 
 # %% ../nbs/07_training.ipynb #ba44b1a6
@@ -142,7 +143,16 @@ def _set_rates(state: State, weight: float) -> None:
     if state.scores is not None:
         state.scores.param_groups[0]['lr'] = c.score_lr * factor
 
-# %% ../nbs/07_training.ipynb #19f17b46
+# %% ../nbs/07_training.ipynb #8e4b7f83
+def draw_scales_of(state: State, environments: int) -> Tensor | None:
+    "This step's scales [S, E] for the penalties of Bayesian IRM; None for all others."
+    c = state.config
+    if not c.penalty.startswith('birm'):
+        return None
+    device = next(state.model.parameters()).device
+    return draw_scales(c.scale_samples, environments, c.scale_std, stream(c.seed, 'scales', state.step, device))
+
+# %% ../nbs/07_training.ipynb #518c5b97
 def penalised_risk(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: str) -> Tensor:
     "The objective of this step on a batch of all environments, under this step's mask, without its L2 term."
     c, t = state.config, state.step
@@ -150,7 +160,7 @@ def penalised_risk(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], tas
     logits = run_model(state.model, x, draw_mask(state), c)
     split = stream(c.seed, 'halves', t) if c.halves != 'none' else None
     risks, penalty = risks_and_penalty(logits.split(sizes), y.split(sizes), task, c.penalty if weight else 'none',
-                                       split, absolute=c.halves == 'absolute')
+                                       split, c.halves == 'absolute', draw_scales_of(state, len(sizes)))
     return objective(risks, penalty, weight, c.rescale)
 
 # %% ../nbs/07_training.ipynb #fb38028a
@@ -171,7 +181,7 @@ def train_step(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: s
     state.step += 1
     return loss.detach()
 
-# %% ../nbs/07_training.ipynb #847ef7af
+# %% ../nbs/07_training.ipynb #d14966dc
 @torch.no_grad()
 def predict(model: nn.Module, x: Tensor, config: Training, m: Tensor | None = None, rows: int = 10_000) -> Tensor:
     "Logits in float32 (float64 stays), in evaluation mode; m is the mask of a masked model, None for the dense network."
@@ -193,7 +203,7 @@ def measure(logits: Tensor, environments: Sequence[Environment], task: str, pena
     parts = list(zip(logits.split([len(e) for e in environments]), environments))
     risks = torch.stack([risk(z, e.y, task) for z, e in parts])
     hits = [accuracy(z, e.y, task) for z, e in parts]
-    value = rex(risks) if penalty == 'rex' else irmv1([z for z, _ in parts], [e.y for _, e in parts], task)
+    value = rex(risks) if penalty.endswith('rex') else irmv1([z for z, _ in parts], [e.y for _, e in parts], task)
     row = {f'{role}_accuracy': sum(hits) / len(hits), f'{role}_risk': risks.mean().item(), f'{role}_penalty': value.item()}
     for (_, e), hit, r in zip(parts, hits, risks.tolist()):
         row |= {f'{e.name} accuracy': hit, f'{e.name} risk': r}
