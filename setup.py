@@ -20,7 +20,7 @@ setup(
     keywords=cfg['keywords'],
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg['requirements'].split(),
-    extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('notebooks', 'dev')},
+    extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('notebooks', 'cluster', 'dev')},
     entry_points={'console_scripts': cfg['console_scripts'].split('\n')},
     packages=[cfg['lib_path']],
     # sparse_irm/notebooks is a link to nbs/reproduce: a checkout and a wheel have the notebooks at the same path.

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DATASETS', 'GENERATORS', 'Run', 'make_run', 'build', 'provenance', 'write_row', 'read_row', 'row_path', 'claim',
-           'log', 'execute', 'RunsFailed', 'unfinished', 'execute_all']
+           'log', 'execute', 'RunsFailed', 'unfinished', 'check_workers', 'execute_all']
 
 # %% ../nbs/13_runs.ipynb #202039ac
 import fcntl
@@ -37,7 +37,7 @@ from .sources import load
 from .training import choose_device, fit, hide_bar
 from .workers import Workers, alone, cluster
 
-# %% ../nbs/13_runs.ipynb #9c571761
+# %% ../nbs/13_runs.ipynb #7d43b1cc
 @dataclass(frozen=True)
 class Run(Training):
     "Everything that determines one result. ValueError when `method` and the fields it names disagree."
@@ -57,8 +57,8 @@ class Run(Training):
         super().__post_init__()
         recipe = METHODS[self.method]
         if self.penalty != recipe['penalty'] or (self.keep is not None) != recipe['masked']:
-            raise ValueError(f'method: got {self.method!r} with penalty {self.penalty!r} and keep {self.keep}, takes penalty '
-                             f'{recipe["penalty"]!r} and keep {"a number" if recipe["masked"] else "None"}')
+            raise ValueError(f'method: got {self.method!r} with penalty {self.penalty!r} and keep {self.keep}, takes '
+                             f'penalty {recipe["penalty"]!r} and keep {"a number" if recipe["masked"] else "None"}')
 
     @property
     def name(self) -> str:
@@ -78,17 +78,17 @@ def make_run(method: str, dataset: str = 'ColoredMNIST', mask: dict = PUBLISHED_
     implied = {**DATASETS[check_name('dataset', dataset, DATASETS)], **method_settings(method, mask)}
     return Run.from_dict({**implied, 'method': method, 'dataset': dataset, **settings})
 
-# %% ../nbs/13_runs.ipynb #dece1647
+# %% ../nbs/13_runs.ipynb #bc7b81e8
 def build(run: Run, root: str | Path | None = None) -> tuple[nn.Module, Benchmark]:
-    "The model at its start and the benchmark of a run; `root` is the data folder. Errors as of `sources` and `environments`."
+    "The model at its start and the benchmark of a run; `root` is the data folder. Errors as of the modules used."
     benchmark = GENERATORS[run.dataset](
         load(run.source, root), n_train=run.n_train, n_held_out=run.n_held_out, correlations=run.correlations,
-        test_correlations=run.test_correlations, label_noise=run.label_noise, seed=run.seed, oracle=run.method == 'Oracle',
-        dtype=torch.bfloat16 if run.dtype == 'bfloat16' else torch.float32)
+        test_correlations=run.test_correlations, label_noise=run.label_noise, seed=run.seed,
+        oracle=run.method == 'Oracle', dtype=torch.bfloat16 if run.dtype == 'bfloat16' else torch.float32)
     model = MLP(benchmark.train[0].x[0].numel(), run.width, benchmark.n_classes, seed=run.seed)
     return model if run.keep is None else sparsify(model, run.keep), benchmark
 
-# %% ../nbs/13_runs.ipynb #3483c743
+# %% ../nbs/13_runs.ipynb #8132a7a8
 def _commit() -> str | None:
     "The commit of the working tree the package runs from; None for an installed package."
     with suppress(OSError, subprocess.SubprocessError):
@@ -100,9 +100,9 @@ def _commit() -> str | None:
 def provenance(device: torch.device, seconds: float) -> dict:
     "Where a result came from: versions, device, threads, duration in seconds, date, commit."
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.machine()
-    return {'sparse_irm': __version__, 'commit': _commit(), 'torch': torch.__version__, 'python': platform.python_version(),
-            'device': f'{device.type} {name}', 'threads': torch.get_num_threads(), 'seconds': round(seconds, 1),
-            'finished': datetime.now(timezone.utc).isoformat(timespec='seconds')}
+    return {'sparse_irm': __version__, 'commit': _commit(), 'torch': torch.__version__,
+            'python': platform.python_version(), 'device': f'{device.type} {name}', 'threads': torch.get_num_threads(),
+            'seconds': round(seconds, 1), 'finished': datetime.now(timezone.utc).isoformat(timespec='seconds')}
 
 
 def write_row(path: Path, run: Run, history: Sequence[dict], origin: dict) -> None:
@@ -112,7 +112,8 @@ def write_row(path: Path, run: Run, history: Sequence[dict], origin: dict) -> No
     try:
         text = json.dumps(row, allow_nan=False)
     except ValueError:
-        raise FloatingPointError('a number in the history is not finite: training diverged. Lower lr or penalty_weight.') from None
+        raise FloatingPointError('a number in the history is not finite: training diverged. '
+                                 'Lower lr or penalty_weight.') from None
     partial = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         with open(partial, 'w') as file:
@@ -173,7 +174,7 @@ def claim(path: Path, wait: bool = True) -> Iterator[bool]:
         finally:
             path.unlink(missing_ok=True)
 
-# %% ../nbs/13_runs.ipynb #8fc4342a
+# %% ../nbs/13_runs.ipynb #04d03b11
 def log(run: Run, folder: Path, text: str) -> None:
     "Add a dated line to the run's log file."
     path = folder / 'logs' / f'{config_hash(run)}.log'
@@ -182,16 +183,17 @@ def log(run: Run, folder: Path, text: str) -> None:
         file.write(f'{datetime.now(timezone.utc).isoformat(timespec="seconds")} {text}\n')
 
 
-def _train(run: Run, folder: Path, root: str | Path | None, device: str, checkpoint: Path, progress: bool | None) -> None:
+def _train(run: Run, folder: Path, root: str | Path | None, device: str, checkpoint: Path,
+           progress: bool | None) -> None:
     "Train a run that is ours and write its row."
     torch.set_flush_denormal(True)
     for partial in (*folder.glob(f'{config_hash(run)}.*.tmp'), *checkpoint.parent.glob(f'{config_hash(run)}.*.tmp')):
         partial.unlink()  # of an attempt that was killed
     begin, where = time.monotonic(), choose_device(device)
+    model, benchmark = build(run, root)
     log(run, folder, f'{run.name} {"continues" if checkpoint.exists() else "begins"} on {where}, '
                      f'{socket.gethostname()} process {os.getpid()}')
     try:
-        model, benchmark = build(run, root)
         state = fit(model, benchmark, run, device=str(where), checkpoint=checkpoint, progress=progress)
         write_row(row_path(run, folder), run, state.history, provenance(where, time.monotonic() - begin))
     except BaseException:
@@ -257,7 +259,7 @@ def _attempts(runs: Sequence[Run], pool: Executor | None, call: tuple, args: tup
         for job in jobs:
             job.cancel()
 
-# %% ../nbs/13_runs.ipynb #d21a6c70
+# %% ../nbs/13_runs.ipynb #59d72bca
 def _note(failures: dict[str, BaseException], run: Run, error: BaseException) -> None:
     "Keep a failure under the run's name, made longer when another run of that name failed."
     failures[run.name if run.name not in failures else f'{run.name} ({config_hash(run)})'] = error
@@ -282,8 +284,16 @@ def _work(todo: Sequence[Run], attempts: Callable, failures: dict[str, BaseExcep
         todo = elsewhere
 
 
+def check_workers(workers: int, timeout: float | None) -> None:
+    "ValueError unless there is at least one worker and the time limit is None or a positive number of seconds."
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ValueError(f'workers: got {workers!r}, takes a whole number of at least 1')
+    if timeout is not None and (not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0):
+        raise ValueError(f'timeout: got {timeout!r}, takes a number of seconds above 0')
+
+
 def _folder_of_rows(folder: str | Path) -> Path:
-    "The folder as an absolute path, made when missing. ValueError when that is impossible or nothing can be written there."
+    "The folder as an absolute path, made when missing. ValueError when that is impossible or it is read-only."
     folder = Path(folder).resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -293,8 +303,9 @@ def _folder_of_rows(folder: str | Path) -> Path:
         raise ValueError(f'folder: {folder} is read-only, takes one where rows can be written')
     return folder
 
-# %% ../nbs/13_runs.ipynb #ec66c32a
-def _pool(stack: ExitStack, runs: int, device: str, workers: int, timeout: float | None, scheduler: str | None) -> Executor | None:
+# %% ../nbs/13_runs.ipynb #200d10f3
+def _pool(stack: ExitStack, runs: int, device: str, workers: int, timeout: float | None,
+          scheduler: str | None) -> Executor | None:
     "Where runs go when no executor is handed in; None: here. Opened on `stack`, which closes it."
     if scheduler:
         return stack.enter_context(cluster(scheduler))
@@ -304,35 +315,34 @@ def _pool(stack: ExitStack, runs: int, device: str, workers: int, timeout: float
         return stack.enter_context(Workers(workers, timeout, pin=device in ('auto', 'cuda')))
     return None
 
-# %% ../nbs/13_runs.ipynb #2b252153
+# %% ../nbs/13_runs.ipynb #bc39fd89
 def execute_all(runs: Iterable[Run], folder: str | Path, root: str | Path | None = None, device: str = 'auto',
                 workers: int = 1, executor: Executor | None = None, progress: bool | None = None,
                 timeout: float | None = None, scheduler: str | None = None) -> list[dict]:
     """Execute every run that has no row-file in `folder`; return the rows of all, in order.
 
-    Runs go to `executor`, else to the Dask cluster at the address `scheduler`, else to `workers` processes of this machine,
-    else (workers=1) they are done here. A run may take `timeout` seconds. Raises ValueError for arguments that cannot work,
-    and RunsFailed at the end when some runs failed; what finished is kept."""
+    Runs go to `executor`, else to the Dask cluster at the address `scheduler`, else to `workers` processes of this
+    machine, else (workers=1) they are done here. A run may take `timeout` seconds. Raises ValueError for arguments
+    that cannot work, and RunsFailed at the end when some runs failed; what finished is kept."""
     from tqdm import tqdm
 
-    if workers < 1:
-        raise ValueError(f'workers: got {workers}, takes 1 or more')
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f'timeout: got {timeout}, takes a number of seconds above 0')
+    check_workers(workers, timeout)
     runs, failures = list(dict.fromkeys(runs)), {}
     todo = unfinished(runs, folder)
     folder = _folder_of_rows(folder) if todo else Path(folder)
     args = (folder, Path(root).resolve() if root is not None else None, device)
     call = (alone, timeout, _attempt) if timeout and (executor or scheduler) else (_attempt,)
-    with ExitStack() as stack, tqdm(total=len(runs), initial=len(runs) - len(todo), unit='run', disable=hide_bar(progress)) as bar:
+    bar = tqdm(total=len(runs), initial=len(runs) - len(todo), unit='run', disable=hide_bar(progress))
+    with ExitStack() as stack, bar:
         pool = executor or (_pool(stack, len(todo), device, workers, timeout, scheduler) if todo else None)
         try:
             _work(todo, lambda some: _attempts(some, pool, call, args), failures, bar)
         except KeyboardInterrupt:
             if isinstance(pool, Workers):
                 pool.kill()
-            raise KeyboardInterrupt(f'{len(runs) - len(unfinished(runs, folder))} of {len(runs)} runs are saved in {folder}; '
-                                    'the same call does the others, from their checkpoints') from None
+            saved = len(runs) - len(unfinished(runs, folder))
+            raise KeyboardInterrupt(f'{saved} of {len(runs)} runs are saved in {folder}; the same call does the others, '
+                                    'from their checkpoints') from None
     return _rows(runs, folder, failures)
 
 # %% ../nbs/13_runs.ipynb #bcfc66b7

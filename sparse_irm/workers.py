@@ -119,7 +119,7 @@ class Worker:
         if process is not None:
             process.kill()
 
-# %% ../nbs/21_workers.ipynb #fb0b7a72
+# %% ../nbs/21_workers.ipynb #9c94b89a
 def cuda_devices() -> list[str]:
     "What to put into CUDA_VISIBLE_DEVICES for each device this process sees."
     seen = [d for d in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if d]
@@ -136,10 +136,11 @@ class Workers(ThreadPoolExecutor):
         super().__init__(workers)
         threads, devices = max(1, (os.cpu_count() or 1) // workers), cuda_devices() if pin else []
         self.timeout, self.idle = timeout, SimpleQueue()
-        self.all = [Worker({'OMP_NUM_THREADS': str(threads)}
-                           | ({'CUDA_VISIBLE_DEVICES': devices[i % len(devices)]} if devices else {})) for i in range(workers)]
-        for worker in self.all:
-            self.idle.put(worker)
+        self.all = []
+        for i in range(workers):
+            device = {'CUDA_VISIBLE_DEVICES': devices[i % len(devices)]} if devices else {}
+            self.all.append(Worker({'OMP_NUM_THREADS': str(threads), **device}))
+            self.idle.put(self.all[-1])
 
     def submit(self, function: Callable, /, *args: Any) -> Future:
         "A future of function(*args) in one of the processes."

@@ -21,7 +21,7 @@ CELL_LINES, WORDS_A_LINE, MODULE_LINES = 40, 2, 400
 HERE_ONLY = re.compile(r'(^|[^.\w])/(%s)/|%s' % ('|'.join(['work', 'root', 'farm', 'tmp', 'home']),
                                                '|'.join([r'pypi\.' + 'org', 'python' + 'hosted', r'npm' + r'js\.'])))
 NOT_AT_IMPORT = {'nbdev', 'fastcore', 'execnb', 'papermill', 'jupyter', 'jupyter_core', 'nbformat', 'nbconvert', 'IPython',
-                 'pandas', 'sklearn', 'scipy', 'matplotlib', 'seaborn', 'torchvision'}
+                 'pandas', 'sklearn', 'scipy', 'matplotlib', 'seaborn', 'torchvision', 'dask', 'distributed'}
 
 
 def command(*words, cwd=ROOT):
@@ -145,7 +145,7 @@ def test_import_is_light():
 def test_installed_as_the_settings_say():
     about, needs = metadata.metadata('sparse_irm'), metadata.requires('sparse_irm')
     assert about['Version'] == sparse_irm.__version__
-    assert sorted(about.get_all('Provides-Extra')) == ['dev', 'notebooks']
+    assert sorted(about.get_all('Provides-Extra')) == ['cluster', 'dev', 'notebooks']
     always = {re.match(r'[\w-]+', need)[0] for need in needs if 'extra ==' not in need}
     assert 'torch' in always and not {'nbdev', 'papermill', 'jupyter', 'pytest'} & always
     assert [script.value for script in metadata.entry_points(name='sparse-irm')] == ['sparse_irm.cli:main']
