@@ -36,7 +36,7 @@ def patch_of(x: Tensor) -> Tensor:
     side = _side(x)
     return x[:, :, -side:, -side:].flatten(1).amin(1).eq(1).long()
 
-# %% ../nbs/23_colored_patch.ipynb #8e796425
+# %% ../nbs/23_colored_patch.ipynb #f2dbb07c
 def _patched(role: str, environments: Sequence[Environment], rates: Sequence[tuple[float, float]], seed: int,
              oracle: bool) -> tuple[Environment, ...]:
     "The environments, patched in place at their (colour, patch) rates; an oracle's are only renamed."
@@ -50,19 +50,28 @@ def _patched(role: str, environments: Sequence[Environment], rates: Sequence[tup
 
 
 def colored_patch_mnist(
-    images: Images, n_train: int = 20_000, n_held_out: int = 0, correlations: Sequence[float] = (0.9, 0.8),
-    test_correlations: Sequence[float] = (0.1, 0.5, 0.9), label_noise: float = 0.25, seed: int = 0, oracle: bool = False,
-    dtype: torch.dtype = torch.float32, patch_correlations: Sequence[float] = (0.8, 0.9),
+    images: Images,
+    n_train: int = 20_000,
+    n_held_out: int = 0,
+    correlations: Sequence[float] = (0.9, 0.8),
+    test_correlations: Sequence[float] = (0.1, 0.5, 0.9),
+    label_noise: float = 0.25,
+    seed: int = 0,
+    oracle: bool = False,
+    dtype: torch.dtype = torch.float32,
+    patch_correlations: Sequence[float] = (0.8, 0.9),
 ) -> Benchmark:
-    """`colored_mnist` with a patch as second spurious feature; a test environment for every pair of `test_correlations`.
+    """`colored_mnist` with a patch as second spurious feature; a test environment per pair of `test_correlations`.
 
     Names end in (colour, patch) correlation; `spurious` is the colour. TypeError or ValueError names a bad argument."""
-    p, q, t = (_check_fractions(*pair) for pair in (('correlations', correlations), ('patch_correlations', patch_correlations),
-                                                    ('test_correlations', test_correlations)))
+    p = _check_fractions('correlations', correlations)
+    q = _check_fractions('patch_correlations', patch_correlations)
+    t = _check_fractions('test_correlations', test_correlations)
     if len(p) != len(q):
         raise ValueError(f'patch_correlations must hold {len(p)} numbers, as many as correlations, got {q}')
     grid = list(product(t, t))
-    base = colored_mnist(images, n_train, n_held_out, p, [colour for colour, _ in grid], label_noise, seed, oracle, dtype)
+    colours = [colour for colour, _ in grid]
+    base = colored_mnist(images, n_train, n_held_out, p, colours, label_noise, seed, oracle, dtype)
     train = _patched('train', base.train, list(zip(p, q)), seed, oracle)
     held_out = _patched('held-out', base.held_out, list(zip(p, q)), seed, oracle)
     test = _patched('test', base.test, grid, seed, oracle)

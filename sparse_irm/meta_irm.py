@@ -16,21 +16,22 @@ from torch.func import functional_call, grad
 from .configs import Training
 from .penalties import risk
 
-# %% ../nbs/11_meta_irm.ipynb #dcb9f8c1
+# %% ../nbs/11_meta_irm.ipynb #a6cb16d5
 def adapt(risk_of: Callable[[dict], Tensor], weights: dict[str, Tensor], lr: float, steps: int = 1,
           second_order: bool = True) -> dict[str, Tensor]:
-    "theta': `weights` after `steps` gradient steps on risk_of(weights); differentiable, the inner gradient too if second_order."
+    "theta': `weights` after `steps` gradient steps on risk_of(weights); second_order: differentiable through them."
     for _ in range(steps):
         slopes = grad(risk_of)(weights)
         weights = {k: w - lr * (slopes[k] if second_order else slopes[k].detach()) for k, w in weights.items()}
     return weights
 
-# %% ../nbs/11_meta_irm.ipynb #d74ea78f
+# %% ../nbs/11_meta_irm.ipynb #496aa69a
 def meta_losses(risk_of: Callable[[dict, int], Tensor], weights: dict[str, Tensor], environments: int, lr: float,
                 steps: int = 1, second_order: bool = True, same_environment: bool = False) -> Tensor:
-    "M_i, one per environment: mean risk on the others after adapting to i. risk_of(weights, e) is R_e. ValueError for a single one."
+    "M_i [E]: mean risk on the other environments after adapting to i; risk_of(weights, e) is R_e. ValueError for E = 1."
     if environments < 2 and not same_environment:
-        raise ValueError(f'environments: got {environments}, Meta-IRM takes at least 2: one to adapt to, one to be judged on')
+        raise ValueError(f'environments: got {environments}, '
+                         'Meta-IRM takes at least 2: one to adapt to, one to be judged on')
     losses = []
     for i in range(environments):
         adapted = adapt(partial(risk_of, e=i), weights, lr, steps, second_order)

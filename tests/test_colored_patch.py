@@ -36,7 +36,8 @@ def test_rates_are_as_told_and_independent_given_the_label(images, seed):
 
 
 def test_ends_of_the_rates(images):
-    b = colored_patch_mnist(images, n_train=1000, correlations=(1, 0.5), patch_correlations=(0, 1), test_correlations=(0.0, 1.0))
+    b = colored_patch_mnist(images, n_train=1000, correlations=(1, 0.5), patch_correlations=(0, 1),
+                            test_correlations=(0.0, 1.0))
     wanted = [0, 1, 0, 1, 0, 1]
     assert [rate(patch_of(e.x) == e.y) for e in (*b.train, *b.test)] == wanted
 
@@ -98,7 +99,8 @@ def test_the_oracle_sees_neither_feature_and_the_layout_stays():
 @pytest.mark.parametrize('changes, told', [
     (dict(patch_correlations=(0.8,)), 'patch_correlations must hold 2 numbers'),
     (dict(patch_correlations=(0.8, 1.2)), r'patch_correlations\[1\]'),
-    (dict(test_correlations=(-0.1,)), r'test_correlations\[0\]'), (dict(test_correlations=()), 'test_correlations must hold'),
+    (dict(test_correlations=(-0.1,)), r'test_correlations\[0\]'),
+    (dict(test_correlations=()), 'test_correlations must hold'),
     (dict(correlations=(0.9, 2)), r'correlations\[1\]'), (dict(n_train=5000), 'n_train'),
 ])
 def test_wrong_values_are_refused_by_name(changes, told):

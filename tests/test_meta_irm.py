@@ -120,8 +120,10 @@ def test_meta_irm_with_a_penalty_or_a_mask_is_refused(changes):
 
 def test_each_ablation_turns_one_switch():
     full = method_settings('MetaIRM')
-    told = {name: {k for k, v in method_settings(name).items() if full.get(k, getattr(Training(), k)) != v} for name in META}
-    assert told == {'MetaIRM': set(), 'MetaIRM-no-std-loss': {'meta_std_weight'}, 'MetaIRM-first-order': {'meta_second_order'},
+    told = {name: {k for k, v in method_settings(name).items() if full.get(k, getattr(Training(), k)) != v}
+            for name in META}
+    assert told == {'MetaIRM': set(), 'MetaIRM-no-std-loss': {'meta_std_weight'},
+                    'MetaIRM-first-order': {'meta_second_order'},
                     'MetaIRM-same-environment': {'meta_same_environment'}}
     assert len({config_hash(config(name)) for name in META}) == 4
 
