@@ -15,7 +15,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-# %% ../nbs/06_configs.ipynb #57bfd551
+# %% ../nbs/06_configs.ipynb #0db37c99
 def _coerce(value: Any, hint: Any) -> Any:
     "The value as type `hint`; TypeError when it does not fit. Hints: int, float, str, bool, X | None, tuple[X, ...]."
     if isinstance(hint, types.UnionType):
@@ -25,8 +25,8 @@ def _coerce(value: Any, hint: Any) -> Any:
         return _coerce(value, next(h for h in options if h is not type(None)))
     if typing.get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         return tuple(_coerce(v, typing.get_args(hint)[0]) for v in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) + 0.0 if abs(value) < 2 ** 1023 else float('inf')  # + 0.0: one zero, so one hash
     if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     raise TypeError

@@ -30,7 +30,7 @@ def select(history: Sequence[dict], rule: str, floor: float = 0.6) -> dict | Non
     candidates = [r for r in history if 'held_out_objective' in r and r['penalty_weight'] == full]
     return min(candidates, key=lambda r: r['held_out_objective'], default=None)
 
-# %% ../nbs/08_metrics.ipynb #a65d879a
+# %% ../nbs/08_metrics.ipynb #bc4d2959
 @dataclass(frozen=True)
 class Summary:
     "Mean, sample standard deviation (ddof = 1), number of values, and the ends of Student's interval for the mean."
@@ -44,6 +44,8 @@ class Summary:
 def summary(values: Sequence[float], level: float = 0.95) -> Summary:
     "Summary of finite values; std and interval are NaN for a single one. ValueError when empty or not finite."
     values = [float(v) for v in values]
+    if not 0 < level < 1:
+        raise ValueError(f'level: got {level}, takes a share between 0 and 1')
     if not values or not all(map(math.isfinite, values)):
         raise ValueError(f'values: got {values}, takes at least one finite number')
     n, mean = len(values), math.fsum(values) / len(values)
@@ -55,10 +57,10 @@ def summary(values: Sequence[float], level: float = 0.95) -> Summary:
     half = t.ppf((1 + level) / 2, n - 1) * std / math.sqrt(n)
     return Summary(mean, std, n, mean - half, mean + half)
 
-# %% ../nbs/08_metrics.ipynb #a285aaf9
+# %% ../nbs/08_metrics.ipynb #9921a2c6
 def difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Summary:
     "mean(a) - mean(b) with Welch's interval; n is the smaller group, std the standard error. NaN ends below 2 values."
-    one, two = summary(a), summary(b)
+    one, two = summary(a, level), summary(b, level)
     gap, n = one.mean - two.mean, min(one.n, two.n)
     if n < 2:
         return Summary(gap, math.nan, n, math.nan, math.nan)

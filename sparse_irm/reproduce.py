@@ -27,7 +27,7 @@ def parameters_of(names: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in names.items()
             if isinstance(v, PLAIN) and not k.startswith('_') and not k.isupper() and k not in JUPYTER_NAMES}
 
-# %% ../nbs/15_reproduce.ipynb #6ec1c6e1
+# %% ../nbs/15_reproduce.ipynb #c304b69a
 def choose(presets: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Any], others: Sequence[str] = ()) -> dict[str, Any]:
     """Settings of `parameters['preset']`, overridden by the parameters that are not None.
 
@@ -43,6 +43,10 @@ def choose(presets: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, An
             continue
         if isinstance(default, (list, tuple)):
             value = list(value) if isinstance(value, (list, tuple)) else [value]
+            if not value:
+                raise ValueError(f'{name}: got an empty list, takes at least one value')
+        elif isinstance(value, (list, tuple)):
+            raise TypeError(f'{name}: got {value!r}, takes one value')
         like = default[0] if isinstance(default, (list, tuple)) and default else default
         for v in value if isinstance(value, list) else [value]:
             number = isinstance(like, (int, float)) and not isinstance(like, bool)
