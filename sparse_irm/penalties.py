@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# %% ../nbs/04_penalties.ipynb #14bd587d
+# %% ../nbs/04_penalties.ipynb #fe8e0e52
 TASKS = ('binary', 'classes', 'regression')
 
 
@@ -26,12 +26,14 @@ def _check(logits: Tensor, y: Tensor, task: str) -> Tensor:
     "Logits in float32 or better, [n] (binary, regression) or [n, k]; a clear error for anything else."
     if task not in TASKS:
         raise ValueError(f'task: got {task!r}, takes one of {", ".join(TASKS)}')
+    if y.ndim != 1:
+        raise ValueError(f'y: got shape {tuple(y.shape)}, takes [n]')
     z = logits if logits.dtype == torch.float64 else logits.float()
     if task != 'classes':
         z = z.reshape(-1)
-    if y.ndim != 1 or len(z) != len(y) or len(y) == 0 or z.ndim != (2 if task == 'classes' else 1):
-        raise ValueError(f'logits: got shape {tuple(logits.shape)} for labels {tuple(y.shape)}, '
-                         f'task {task!r} takes {"[n, k]" if task == "classes" else "[n] or [n, 1]"} and labels [n], n >= 1')
+    if len(z) != len(y) or len(y) == 0 or z.ndim != (2 if task == 'classes' else 1):
+        raise ValueError(f'logits: got shape {tuple(logits.shape)} for {len(y)} labels, '
+                         f'task {task!r} takes {"[n, k]" if task == "classes" else "[n] or [n, 1]"} with n >= 1')
     return z
 
 # %% ../nbs/04_penalties.ipynb #11f92389

@@ -212,7 +212,7 @@ def measure(logits: Tensor, environments: Sequence[Environment], task: str, pena
         row |= {f'{e.name} accuracy': hit, f'{e.name} risk': r}
     return row
 
-# %% ../nbs/07_training.ipynb #01d38c1c
+# %% ../nbs/07_training.ipynb #9d8b48b0
 def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> dict:
     "One row of history, as flat dict: state of the schedule and mask, then accuracy, risk, penalty of every group."
     c, t, task = state.config, state.step, task_of(benchmark.n_classes)
@@ -223,7 +223,7 @@ def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> 
         if mask_is_live(c, t):
             m = state.model.mask(c.eval_mask, stream(c.seed, 'evaluation', t, s.device))
         kept = 1.0 if m is None else m.mean().item()
-        row |= {'kept_fraction': kept, 'budget': budget_fraction(c, t), 'mask_entropy': mask_entropy(s).item(),
+        row |= {'kept_fraction': kept, 'budget': budget_fraction(c, t) if mask_is_live(c, t - 1) else 1.0, 'mask_entropy': mask_entropy(s).item(),
                 'temperature': temperature(t, c.steps, *c.temperature)}
     for role, group in (('train', benchmark.train), ('held_out', benchmark.held_out), ('test', benchmark.test)):
         if group:
@@ -303,7 +303,7 @@ def _finite(value: float, state: State, path: Path | None) -> float:
                                  f'Lower lr ({state.config.lr:g}) or penalty_weight ({state.config.penalty_weight:g}).')
     return value
 
-# %% ../nbs/07_training.ipynb #8424e4fd
+# %% ../nbs/07_training.ipynb #64561565
 def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 'auto',
         checkpoint: str | Path | None = None, checkpoint_every: int = 100, progress: bool | None = None) -> State:
     """Train `model` in place on the benchmark's training environments and return the final state with its history.
@@ -316,7 +316,11 @@ def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 
     where, path = choose_device(device), Path(checkpoint) if checkpoint is not None else None
     if config.dtype == 'bfloat16' and where.type == 'mps':
         raise ValueError("dtype: got 'bfloat16' on mps, takes 'float32' there")
-    compute = torch.bfloat16 if config.dtype == 'bfloat16' else next(model.parameters()).dtype
+    if checkpoint_every < 1:
+        raise ValueError(f'checkpoint_every: got {checkpoint_every}, takes a number of steps, at least 1')
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f'checkpoint: there is no folder {path.parent}')
+    compute = torch.bfloat16 if config.dtype == 'bfloat16' else next(dense(model).parameters()).dtype
     benchmark, task = benchmark.to(where, compute), task_of(benchmark.n_classes)
     state, batches = new_state(model.to(where), config), Batches(benchmark.train, config)
     if path is not None and path.exists():

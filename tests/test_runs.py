@@ -317,7 +317,6 @@ def test_the_row_of_another_run_under_the_name_of_this_is_refused(finished, tmp_
         do(tiny('ERM'), tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason='a row found twice below a folder counts as two seeds')
 def test_a_row_found_twice_is_one_seed(finished, tmp_path):
     for name in 'a', 'b':
         (tmp_path / name).mkdir()
@@ -423,7 +422,6 @@ def test_beside_the_paper():
     assert len(beside_paper(table.assign(metric='train_accuracy'))) == 0
 
 
-@pytest.mark.xfail(strict=True, reason='the source is no key: runs on other images are put beside numbers for MNIST')
 def test_only_the_published_images_are_beside_the_paper():
     import pandas as pd
 
