@@ -6,7 +6,7 @@
 __all__ = ['DATASETS', 'GENERATORS', 'Run', 'make_run', 'build', 'provenance', 'write_row', 'read_row', 'row_path', 'claim',
            'log', 'execute', 'RunsFailed', 'unfinished', 'check_workers', 'execute_all']
 
-# %% ../nbs/13_runs.ipynb #202039ac
+# %% ../nbs/13_runs.ipynb #591a89e8
 import fcntl
 import json
 import os
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from . import __version__
+from .colored_patch import colored_patch_mnist
 from .configs import PUBLISHED_CODE, Training, choice, config_hash, number
 from .environments import Benchmark, colored_mnist, full_colored_mnist
 from .masks import sparsify
@@ -37,13 +38,13 @@ from .sources import load
 from .training import choose_device, fit, hide_bar
 from .workers import Workers, alone, cluster
 
-# %% ../nbs/13_runs.ipynb #7d43b1cc
+# %% ../nbs/13_runs.ipynb #b54b92b2
 @dataclass(frozen=True)
 class Run(Training):
     "Everything that determines one result. ValueError when `method` and the fields it names disagree."
     experiment: str = 'own'
     method: str = choice(*METHODS)
-    dataset: str = choice('ColoredMNIST', 'FullColoredMNIST')
+    dataset: str = choice('ColoredMNIST', 'FullColoredMNIST', 'ColoredPatchMNIST')
     source: str = choice('digits', 'mnist', 'fashion-mnist')
     n_train: int = number(20_000, low=2)
     n_held_out: int = number(10_000, low=0)
@@ -59,18 +60,26 @@ class Run(Training):
         if self.penalty != recipe['penalty'] or (self.keep is not None) != recipe['masked']:
             raise ValueError(f'method: got {self.method!r} with penalty {self.penalty!r} and keep {self.keep}, takes '
                              f'penalty {recipe["penalty"]!r} and keep {"a number" if recipe["masked"] else "None"}')
+        like = Training(**recipe.get('meta', {}))
+        for name, kind in (('meta_lr', lambda v: v is None), ('meta_std_weight', lambda v: v == 0),
+                           ('meta_second_order', bool), ('meta_same_environment', bool)):
+            if kind(getattr(self, name)) != kind(getattr(like, name)):
+                raise ValueError(f'{name}: got {getattr(self, name)} with method {self.method!r}, '
+                                 f'takes a value like {getattr(like, name)} there')
 
     @property
     def name(self) -> str:
         "A short name for people: method, data, width, seed."
         return f'{self.method} {self.dataset} {self.source} n={self.n_train} h={self.width} seed={self.seed}'
 
-# %% ../nbs/13_runs.ipynb #dcea85d0
+# %% ../nbs/13_runs.ipynb #bbcd7904
 DATASETS = {
     'ColoredMNIST': dict(correlations=(0.9, 0.8), label_noise=0.25, anneal_step=200),
     'FullColoredMNIST': dict(correlations=(0.999, 0.7), label_noise=0.2, anneal_step=400),
+    'ColoredPatchMNIST': dict(correlations=(0.9, 0.8), label_noise=0.25, anneal_step=200),
 }
-GENERATORS = {'ColoredMNIST': colored_mnist, 'FullColoredMNIST': full_colored_mnist}
+GENERATORS = {'ColoredMNIST': colored_mnist, 'FullColoredMNIST': full_colored_mnist,
+              'ColoredPatchMNIST': colored_patch_mnist}
 
 
 def make_run(method: str, dataset: str = 'ColoredMNIST', mask: dict = PUBLISHED_CODE, **settings) -> Run:
