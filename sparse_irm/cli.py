@@ -81,7 +81,7 @@ def settle(path: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
                 break
     return names
 
-# %% ../nbs/16_cli.ipynb #12f1eb44
+# %% ../nbs/16_cli.ipynb #910c3002
 def check_start(settled: Mapping[str, Any], dry_run: bool = False) -> None:
     "ValueError or FileNotFoundError when a settled notebook cannot be started here as its parameters say."
     from sparse_irm.runs import check_workers, unfinished
@@ -98,17 +98,18 @@ def check_start(settled: Mapping[str, Any], dry_run: bool = False) -> None:
     if scheduler and not dry_run:
         with cluster(str(scheduler)):
             return
-    if 'grid' in settled and not dry_run:
-        for source in sorted({run.source for run in unfinished(grid_of(settled), settled['rows_folder'])}):
+    grid = [] if dry_run else grid_of(settled)
+    if grid:
+        for source in sorted({run.source for run in unfinished(grid, settled['rows_folder'])}):
             load(source, root)
 
 
 def grid_of(settled: Mapping[str, Any]) -> list[Any]:
-    "The distinct runs of a settled notebook, whose grid is a list or a dict of runs."
-    grid = settled['grid']
+    "The distinct runs of a settled notebook, whose grid is a list or a dict of them; none if not known beforehand."
+    grid = settled['grid'] if {'grid', 'rows_folder'} <= settled.keys() else ()
     return list(dict.fromkeys(grid.values() if isinstance(grid, dict) else grid))
 
-# %% ../nbs/16_cli.ipynb #7bb27f46
+# %% ../nbs/16_cli.ipynb #1294b707
 def seconds_before(todo: Sequence[Any], rows: Sequence[Mapping], kind: str) -> list[float | None]:
     "For each run the mean seconds of the rows that differ from it at most in the seed, made on a device of that kind."
     known: dict[Any, list[float]] = {}
@@ -125,9 +126,10 @@ def plan(name: str, settled: Mapping[str, Any]) -> str:
     from sparse_irm.tables import read_rows
     from sparse_irm.training import choose_device
 
-    if 'grid' not in settled:
-        return f'{name}: makes no runs, computes everything itself'
-    grid, folder = grid_of(settled), settled['rows_folder']
+    grid = grid_of(settled)
+    if not grid:
+        return f'{name}: no runs that are known beforehand'
+    folder = settled['rows_folder']
     todo, device, workers = unfinished(grid, folder), choose_device(settled['device']), settled['workers']
     told = f'{name}: {len(grid)} runs, {len(grid) - len(todo)} exist in {folder}, {len(todo)} to do'
     if not todo:
