@@ -1,0 +1,52 @@
+"""The results that are committed: complete, readable, and the source of the numbers in the README."""
+from pathlib import Path
+
+import pytest
+
+from sparse_irm.metrics import RULES
+from sparse_irm.runs import read_row
+from sparse_irm.tables import aggregate, cells, read_rows, reported
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ['ERM', 'IRMv1', 'REx', 'SparseIRM-IRMv1', 'SparseIRM-IRMv1 (text)', 'SparseIRM-REx']
+WIDTHS = [160, 640]
+
+
+@pytest.fixture(scope='module')
+def width_rows():
+    return read_rows(ROOT / 'results' / 'mlp_width')
+
+
+def headline(rows):
+    """The README's table, from rows and published numbers alone."""
+    table = aggregate(rows)
+    table['method'] += (table['experiment'] == 'mlp_width_text').map({True: ' (text)', False: ''})
+    ours = cells(table[table['metric'] == 'test_accuracy'], ['method'], ['selection', 'width'], 3)
+    paper = reported()
+    paper = paper[(paper['experiment'] == 'mlp_width') & (paper['dataset'] == 'ColoredMNIST') & (paper['n_train'] == 20_000)]
+    published = {(line['method'], line['width']): f'{line["mean"]:.1f}' for _, line in paper.iterrows()}
+    head = ['method', *(f'{rule}, {h}' for rule in RULES for h in WIDTHS), *(f'published, {h}' for h in WIDTHS)]
+    lines = [head, ['---'] * len(head)]
+    for method in METHODS:
+        lines.append([method, *(ours.loc[method, (rule, h)] for rule in RULES for h in WIDTHS),
+                      *(published.get((method, h), '') for h in WIDTHS)])
+    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
+def test_the_width_experiment_is_complete(width_rows):
+    runs = [row['run'] for row in width_rows]
+    found = {(run.method + ' (text)' * (run.experiment == 'mlp_width_text'), run.width, run.seed) for run in runs}
+    assert found == {(method, width, seed) for method in METHODS for width in WIDTHS for seed in range(3)}
+    assert len(runs) == len(found)
+    assert {(run.source, run.n_train, run.steps, run.evaluate_every, run.dtype) for run in runs} == {
+        ('mnist', 20_000, 1500, 5, 'bfloat16')}
+    assert all(row['provenance']['commit'] and row['provenance']['device'] for row in width_rows)
+
+
+def test_every_row_is_named_by_its_configuration():
+    paths = sorted((ROOT / 'results').rglob('*.json'))
+    assert len(paths) > 0 and len({read_row(path)['run'] for path in paths}) == len(paths)
+
+
+def test_the_readme_tells_what_the_rows_say(width_rows):
+    assert headline(width_rows) in (ROOT / 'README.md').read_text(encoding='utf-8')
