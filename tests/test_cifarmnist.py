@@ -3,7 +3,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_irm.cifarmnist import IMAGENET_MEAN, IMAGENET_STD, cifar_mnist, deal, frame, mark, split_evenly
+from sparse_irm.cifarmnist import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    cifar_mnist,
+    deal,
+    frame,
+    mark,
+    shuffle_and_draw,
+    split_evenly,
+)
 from sparse_irm.environments import join
 from sparse_irm.sources import Images, digits, load, photographs
 
@@ -30,15 +39,21 @@ def pixels(environment):
     return ((environment.x * std + mean) * 255).round().to(torch.uint8)
 
 
-@given(st.lists(st.integers(0, 4), max_size=60), st.floats(0, 1))
-def test_mark_gives_the_exact_total_and_each_group_its_share(groups, share):
+@given(st.lists(st.integers(0, 4), max_size=60), st.floats(0, 1), st.integers(0, 1000))
+def test_mark_gives_the_exact_total_and_each_group_its_share(groups, share, seed):
     groups = torch.tensor(groups, dtype=torch.int64)
-    marked = mark(groups, share)
+    marked = mark(groups, share, torch.rand(len(groups), generator=torch.Generator().manual_seed(seed)))
     k = round(share * len(groups))
     assert marked.shape == groups.shape and marked.sum() == k
     for value in groups.unique():
         inside = groups == value
         assert abs(marked[inside].sum() - k * inside.sum() / len(groups)) < 1
+
+
+def test_mark_leaves_the_choice_within_a_group_to_chance():
+    groups, generator = torch.arange(40) % 2, torch.Generator().manual_seed(0)
+    times = sum(mark(groups, 0.1, torch.rand(40, generator=generator)).long() for _ in range(1_000))
+    assert times.sum() == 4_000 and 60 < times.min() and times.max() < 140  # 100 give or take 9.5 each
 
 
 @given(st.integers(0, 50), st.integers(1, 7))
@@ -55,6 +70,12 @@ def test_deal_is_balanced_and_never_deals_twice(sizes, seed):
     assert len(torch.cat(hands).unique()) == sum(sizes)
     for hand, size in zip(hands, sizes):
         assert y[hand].sum() == size // 2
+
+
+def test_shuffle_and_draw_keeps_the_rows():
+    rows, u = shuffle_and_draw(torch.arange(10, 60), torch.Generator().manual_seed(0))
+    assert rows.sort().values.equal(torch.arange(10, 60)) and not rows.equal(rows.sort().values)
+    assert u.shape == (2, 50) and 0 <= u.min() and u.max() < 1 and len(u.unique()) == 100
 
 
 def test_frame_keeps_mnist_pixels_and_enlarges_smaller_digits(numerals):
@@ -143,7 +164,7 @@ def test_oracle_has_the_same_draws_and_no_digit(patches, numerals):
 @pytest.mark.parametrize(
     "change, error, told",
     [
-        (dict(n_train=2_000, n_test=100), ValueError, "need 1,070 images of class 0 and 1,070 of class 1, found 1,040 and 1,040"),
+        (dict(n_train=2_000, n_test=100), ValueError, "need 1,070 images of class 0 .* 1, found 1,040 and 1,040"),
         (dict(n_test=0), ValueError, "n_test must be at least 1, got 0"),
         (dict(n_train=1), ValueError, "n_train must be at least 2"),
         (dict(n_held_out=1), ValueError, "n_held_out must be 0 or at least 2"),
