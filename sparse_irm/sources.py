@@ -172,9 +172,9 @@ def _read_picture(path: Path, height: int, width: int) -> Tensor:
         raise ValueError(f"{path} must be {height}x{width} pixels, got {pixels.shape[0]}x{pixels.shape[1]}")
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
-# %% ../nbs/00_sources.ipynb #07e6ce5a
+# %% ../nbs/00_sources.ipynb #95f4e2d0
 def cifar10_folder(name: str, root: str | Path | None = None) -> Images:
-    """As `cifar10`, from files root/`name`/{train,test}/{automobile,truck}/*; `name` is 'cifar10-jpeg' or 'cifar10-png'.
+    """As `cifar10`, from files root/`name`/{train,test}/{automobile,truck}/*, `name` being a key of CIFAR10_FOLDERS.
 
     FileNotFoundError when the folder is missing, ValueError for a wrong count or a file that is not a 32x32 picture.
     """
