@@ -22,17 +22,18 @@ from .tables import METRICS, read_rows
 if TYPE_CHECKING:
     import pandas
 
-# %% ../nbs/23_report.ipynb #034c0bc2
+# %% ../nbs/23_report.ipynb #7d8c90e5
 NOTES = (
-    'Selection rules. last: the final step. oracle: the best test accuracy among the evaluations with more than 60 % training '
-    'accuracy, as the published code selects; it looks at the test set and is no honest estimate. train-validation: the '
-    'evaluation with the lowest objective on held-out images of the training environments.',
+    'Selection rules. last: the final step. oracle: the best test accuracy among the evaluations with more than 60 % '
+    'training accuracy, as the published code selects; it looks at the test set and is no honest estimate. '
+    'train-validation: the evaluation with the lowest objective on held-out images of the training environments.',
     '±: the sample standard deviation (n − 1) over seeds, not an error of the mean. Without ± there is one seed.',
     '(3/10) or 0/10: only so many of the planned seeds have a value; the others have not been run, or no evaluation of '
     'theirs qualified under the rule. A dash: there are runs, but the rule chose nothing.',
     'inside spread: the published number lies within one sample standard deviation of ours.',
-    'Claims: 95 % Welch intervals of the difference of two means over seeds, not corrected for the number of claims. holds: '
-    'all of the interval is above zero; fails: all of it is below; open: it covers zero; not run: fewer than two seeds.',
+    'Claims: 95 % Welch intervals of the difference of two means over seeds, not corrected for the number of claims. '
+    'holds: all of the interval is above zero; fails: all of it is below; open: it covers zero; not run: fewer than two '
+    'seeds.',
 )
 
 # %% ../nbs/23_report.ipynb #11a681de
@@ -87,7 +88,7 @@ TEMPLATE = '''<!DOCTYPE html>
 </html>
 '''
 
-# %% ../nbs/23_report.ipynb #46295b0f
+# %% ../nbs/23_report.ipynb #3539fa6f
 def is_numeric(values: Sequence[str]) -> bool:
     "Whether every text of a column is a number, possibly with spread and count, or stands for a missing one."
     number = r'[+\-−]?\d[\d.,]*'
@@ -106,7 +107,8 @@ def page(parts: Sequence[Section], damaged: Sequence[str] = ()) -> str:
     index = pd.DataFrame([part.index for part in parts])
     return world.from_string(TEMPLATE).render(
         title='Report of experiments', style=Markup(STYLE), right_aligned=Markup(' class="number"'), parts=parts,
-        summary=summary_line(parts), notes=NOTES, damaged=damaged, index=index, anchors=[f'block-{i}' for i in range(1, len(parts) + 1)])
+        summary=summary_line(parts), notes=NOTES, damaged=damaged, index=index,
+        anchors=[f'block-{i}' for i in range(1, len(parts) + 1)])
 
 
 def summary_line(parts: Sequence[Section]) -> str:
@@ -114,11 +116,12 @@ def summary_line(parts: Sequence[Section]) -> str:
     runs = sum(int(part.index['runs'].split('/')[0]) for part in parts)
     return f'{runs} runs in {len(parts)} experiments, read from their row-files; nothing was trained for this report.'
 
-# %% ../nbs/23_report.ipynb #d163de94
+# %% ../nbs/23_report.ipynb #794ef040
 def markdown(parts: Sequence[Section], damaged: Sequence[str] = ()) -> str:
     "The report's sentences and tables as Markdown."
     def show(frame):
-        lines = [list(frame.columns), ['---:' if is_numeric(frame[name]) else '---' for name in frame.columns], *frame.values.tolist()]
+        rule = ['---:' if is_numeric(frame[name]) else '---' for name in frame.columns]
+        lines = [list(frame.columns), rule, *frame.values.tolist()]
         return '\n'.join('| ' + ' | '.join(str(value).replace('|', '\\|') for value in line) + ' |' for line in lines)
 
     text = ['# Report of experiments', summary_line(parts)]
@@ -138,14 +141,15 @@ def latex(parts: Sequence[Section], damaged: Sequence[str] = ()) -> str:
         for table in part.tables:
             caption = f'{part.title}. {table.caption}'.replace('%', r'\%').replace('_', r'\_')
             columns = ''.join('r' if is_numeric(table.frame[name]) else 'l' for name in table.frame.columns)
-            shown = table.frame.to_latex(index=False, escape=True, longtable=True, column_format=columns, caption=caption)
+            shown = table.frame.to_latex(index=False, escape=True, longtable=True, column_format=columns,
+                                         caption=caption)
             text.append(''.join(TEX.get(letter, letter) for letter in shown))
     return '\n'.join(text) + '\n'
 
 
 TEX = {'±': r'$\pm$', '−': '$-$', '–': '--'}
 
-# %% ../nbs/23_report.ipynb #c26b9308
+# %% ../nbs/23_report.ipynb #883aacce
 def all_rows(rows: Sequence[dict]) -> 'pandas.DataFrame':
     "One line per run and rule: hash, the fields of Run, selection, step, METRICS (percent), provenance."
     import pandas as pd
@@ -158,7 +162,8 @@ def all_rows(rows: Sequence[dict]) -> 'pandas.DataFrame':
         for rule in RULES:
             chosen = select(row['history'], rule)
             told = {'step_chosen': chosen['step'], **{m: 100 * chosen[m] for m in names}} if chosen else {}
-            lines.append(plain | {'selection': rule, 'step_chosen': None, **dict.fromkeys(METRICS), **told, **row['provenance']})
+            blank = {'selection': rule, 'step_chosen': None, **dict.fromkeys(METRICS)}
+            lines.append({**plain, **blank, **told, **row['provenance']})
     return pd.DataFrame(lines).astype({'step_chosen': 'Int64', **dict.fromkeys(METRICS, float)})
 
 # %% ../nbs/23_report.ipynb #035ea3f2

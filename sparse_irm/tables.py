@@ -96,14 +96,14 @@ def reported() -> 'pandas.DataFrame':
     frame['method'] = joined.where(frame['method'].isin(['SparseIRM', 'MRM']), plain)
     return frame.drop(columns='penalty')
 
-# %% ../nbs/14_tables.ipynb #c8bc0163
+# %% ../nbs/14_tables.ipynb #9e1895dd
 def beside_paper(table: 'pandas.DataFrame') -> 'pandas.DataFrame':
     "Lines of `aggregate` that have a published number: ours, std, seeds, paper, difference, inside the spread or not."
     keys = ['dataset', 'n_train', 'model', 'width', 'method', 'metric']
     numbers = reported()[[*keys, 'source', 'mean', 'paper']].rename(columns={'mean': 'published', 'source': 'images'})
     both = table.astype({'width': 'Int64', 'n_train': 'Int64'}).merge(numbers, on=keys)
     same = [ours == images or ours.startswith(f'{images}-') for ours, images in zip(both['source'], both['images'])]
-    both = both[same].drop(columns='images')
+    both = both.loc[same].drop(columns='images')
     both['difference'] = both['mean'] - both['published']
     inside = (both['difference'].abs() <= both['std']).astype(object)
     both['inside_spread'] = inside.where(both['std'].notna(), None)
