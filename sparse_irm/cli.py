@@ -262,7 +262,7 @@ def data(names: Sequence[str], root: str | None, download: bool = False) -> tupl
         lines.append(f'{name:<14} {state:<9} {told}')
     return '\n'.join(lines), good
 
-# %% ../nbs/16_cli.ipynb #1b752287
+# %% ../nbs/16_cli.ipynb #34e72bc5
 SHORT = {'seeds': 'seeds, as 0,1,2', 'methods': 'methods, as ERM,IRMv1', 'device': 'auto, cpu, cuda, cuda:1, mps',
          'workers': 'processes that share the machine', 'timeout': 'seconds a run may take',
          'scheduler': 'address of a Dask scheduler', 'data': 'data folder'}
@@ -304,6 +304,12 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument('folder', nargs='?', type=Path, default=Path('results'),
                    help='folder of row-files (default: results)')
     c.add_argument('--csv', action='store_true', help='as CSV')
+    e = commands.add_parser('report', help='one page of figures, tables and claims from rows')
+    e.add_argument('folder', nargs='?', type=Path, default=Path('results'), help='folder of row-files (default: results)')
+    e.add_argument('--out', type=Path, default=Path('report.html'), help='the page; other formats lie beside it')
+    e.add_argument('--formats', default='html,md,tex,csv', help='some of html,md,tex,csv,parquet')
+    e.add_argument('--seeds', type=int, help='planned seeds of a cell (default: the most that any has)')
+    e.add_argument('--skip-damaged', action='store_true', help='leave damaged row-files out, named in the report')
     d = commands.add_parser('data', help='tell which images are there, verify them, download them', epilog='Example: '
                             'sparse-irm data mnist --download')
     d.add_argument('sources', nargs='*', metavar='NAME', help='names of sources (default: all)')
@@ -347,11 +353,16 @@ def _reproduce(args: argparse.Namespace) -> str:
         return '\n'.join(plan(name, names) for name, names in settled.items())
     return reproduce_all(todo, folders, args.quiet)
 
-# %% ../nbs/16_cli.ipynb #28e2517c
+# %% ../nbs/16_cli.ipynb #36335617
 def _run(args: argparse.Namespace) -> tuple[str, int]:
     "What a command prints, and its exit status."
     if args.command == 'rows':
         return rows(args.folder, args.csv), 0
+    if args.command == 'report':
+        from sparse_irm.report import write_report
+
+        made = write_report(args.folder, args.out, args.formats.split(','), args.seeds, args.skip_damaged)
+        return '\n'.join(map(str, made)), 0
     if args.command == 'data':
         told, good = data(args.sources, args.data, args.download)
         return told, 0 if good else 1

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['PAPER_TEXT', 'PUBLISHED_CODE', 'number', 'choice', 'Config', 'config_hash', 'Training']
 
-# %% ../nbs/06_configs.ipynb #14ce965f
+# %% ../nbs/06_configs.ipynb #38be476e
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import types
@@ -55,13 +56,16 @@ def _limit_error(name: str, value: Any, meta: typing.Mapping) -> str | None:
         return f'{name}: got {value!r}, takes a finite number' + (f' {span}' if low is not None else '')
     return None
 
-# %% ../nbs/06_configs.ipynb #bb0b4cf9
+# %% ../nbs/06_configs.ipynb #1a2e9692
+_hints = functools.cache(typing.get_type_hints)  # once a class: reading thousands of rows makes thousands of configurations
+
+
 @dataclass(frozen=True)
 class Config:
     "Base of frozen configurations. Raises TypeError (wrong type) or ValueError (limits, unknown keys) naming the field."
 
     def __post_init__(self):
-        hints = typing.get_type_hints(type(self))
+        hints = _hints(type(self))
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             try:
