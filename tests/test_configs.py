@@ -1,6 +1,7 @@
 """Every field refuses what it cannot mean, and a configuration keeps its name."""
 import dataclasses
 import json
+import typing
 from dataclasses import dataclass
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 from sparse_irm.configs import PAPER_TEXT, PUBLISHED_CODE, Config, Training, choice, config_hash, number
 
 FIELDS = {f.name: f for f in dataclasses.fields(Training)}
-PAIRS = {'temperature', 'budget'}                                   # two numbers each
-WHOLE = {'steps', 'batch_size', 'evaluate_every', 'seed', 'anneal_step'}
-MAY_BE_NONE = {'batch_size', 'keep'}
+HINTS = {name: str(hint.__name__ if isinstance(hint, type) else hint) for name, hint in typing.get_type_hints(Training).items()}
+PAIRS = {name for name, hint in HINTS.items() if 'tuple' in hint}   # two numbers each
+WHOLE = {name for name, hint in HINTS.items() if 'int' in hint}
+MAY_BE_NONE = {name for name, hint in HINTS.items() if 'None' in hint}
 NAMED = {name: f.metadata['names'] for name, f in FIELDS.items() if 'names' in f.metadata}
-SWITCHES = {'rescale', 'straight_through'}
+SWITCHES = {name for name, hint in HINTS.items() if hint == 'bool'}
 NUMBERS = set(FIELDS) - set(NAMED) - SWITCHES
 
 
@@ -62,7 +64,6 @@ def test_limits_themselves_are_taken():
         assert [getattr(Training(**{name: value}), name) for value in names] == list(names)
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason='a whole number beyond floats escapes as OverflowError, unnamed')
 def test_a_whole_number_beyond_floats_is_refused_by_name():
     with pytest.raises(ValueError, match='lr: got'):
         Training(lr=10 ** 400)
@@ -134,7 +135,6 @@ def test_hash_ignores_the_spelling():
     assert len({config_hash(v) for v in (c, backwards, spelt, with_defaults)}) == 1
 
 
-@pytest.mark.xfail(strict=True, reason='0.0 and -0.0 make equal configurations with different hashes')
 def test_hash_ignores_the_sign_of_zero():
     assert Training(l2=-0.0) == Training(l2=0.0) and config_hash(Training(l2=-0.0)) == config_hash(Training(l2=0.0))
 
@@ -159,13 +159,18 @@ def test_hash_ignores_the_order_of_fields_and_later_options():
     assert config_hash(Forth(**told)) == config_hash(Back(**told)) != config_hash(Back(**told, later=8))
 
 
+def another(name):
+    "A valid value that is not the default."
+    value, high = getattr(Training(), name), FIELDS[name].metadata.get('high')
+    if name in NAMED or name in SWITCHES:
+        return NAMED[name][1] if name in NAMED else not value
+    if name in PAIRS:
+        return (value[0], value[1] + 0.5)
+    return high or 8 if value is None else value + 1 if high is None else value / 2
+
+
 def test_every_field_counts_in_the_hash():
-    other = {name: NAMED[name][1] for name in NAMED} | {name: not getattr(Training(), name) for name in SWITCHES} | {
-        'temperature': (1.0, 0.5), 'budget': (0.0, 0.5), 'batch_size': 8, 'keep': 0.5}
-    other |= {name: getattr(Training(), name) + 1 for name in NUMBERS - set(other) - {'momentum'}} | {'momentum': 0.5}
-    assert set(other) == set(FIELDS)
-    hashes = {name: config_hash(Training(**{name: value})) for name, value in other.items()}
-    assert len({config_hash(Training()), *hashes.values()}) == len(FIELDS) + 1
+    assert len({config_hash(Training()), *(config_hash(Training(**{name: another(name)})) for name in FIELDS)}) == len(FIELDS) + 1
 
 
 positive = st.floats(1e-3, 1e6)

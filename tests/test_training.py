@@ -381,7 +381,7 @@ def test_the_history_has_its_columns_and_is_finite(images):
     assert all(set(row) == columns for row in history) and len(columns) == 7 + 12 + 18
     assert all(math.isfinite(v) for row in history for v in row.values())
     assert [row['penalty_weight'] for row in history] == [0.0] * 5 + [1e4] * 19
-    assert [row['budget'] for row in history] == [budget_fraction(c, t) for t in range(1, 25)]
+    assert [row['budget'] for row in history] == [1.0] * 7 + [budget_fraction(c, t) for t in range(8, 25)]   # live from step 7 on
     assert history[-1]['temperature'] == pytest.approx(0.03) and 0 < history[-1]['mask_entropy'] < 1
     plain = train(config(), dataclasses.replace(b, held_out=())).history[-1]
     assert set(plain) == {k for k in columns if not k.startswith('held') and k not in
