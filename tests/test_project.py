@@ -162,3 +162,11 @@ def test_a_wheel_holds_modules_notebooks_and_reported_numbers(tmp_path):
     notebooks = {f'sparse_irm/notebooks/{path.name}' for path in REPRODUCE}
     assert 'sparse_irm/notebooks/mlp_width.ipynb' in notebooks
     assert built == modules | notebooks | {'sparse_irm/reported.csv'}
+
+
+def test_a_module_imports_only_from_those_above_it():
+    order = [path.stem[3:] for path in DEVELOP if path.stem != 'index']
+    for place, name in enumerate(order):
+        text = (ROOT / 'sparse_irm' / f'{name}.py').read_text(encoding='utf-8')
+        used = set(re.findall(r'^\s*from (?:\.|sparse_irm\.)(\w+) import', text, flags=re.MULTILINE))
+        assert used <= set(order[:place]), f'{name} imports {sorted(used - set(order[:place]))}'

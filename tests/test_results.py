@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from sparse_irm.metrics import RULES
+from sparse_irm.metrics import RULES, difference
 from sparse_irm.runs import read_row
-from sparse_irm.tables import aggregate, cells, read_rows, reported
+from sparse_irm.tables import aggregate, cells, read_rows, reported, tidy
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ['ERM', 'IRMv1', 'REx', 'SparseIRM-IRMv1', 'SparseIRM-IRMv1 (text)', 'SparseIRM-REx']
@@ -49,4 +49,9 @@ def test_every_row_is_named_by_its_configuration():
 
 
 def test_the_readme_tells_what_the_rows_say(width_rows):
-    assert headline(width_rows) in (ROOT / 'README.md').read_text(encoding='utf-8')
+    readme = ' '.join((ROOT / 'README.md').read_text(encoding='utf-8').split())
+    assert ' '.join(headline(width_rows).split()) in readme
+    lines = tidy(width_rows)
+    last = lines[(lines['method'] == 'IRMv1') & (lines['selection'] == 'last') & (lines['metric'] == 'test_accuracy')]
+    gap = difference(*(last[last['width'] == h]['value'] for h in WIDTHS))
+    assert f'(by {gap.mean:.1f} points, 95 % interval {gap.low:.1f} to {gap.high:.1f})' in readme
