@@ -262,7 +262,7 @@ def data(names: Sequence[str], root: str | None, download: bool = False) -> tupl
         lines.append(f'{name:<14} {state:<9} {told}')
     return '\n'.join(lines), good
 
-# %% ../nbs/25_cli.ipynb #34e72bc5
+# %% ../nbs/25_cli.ipynb #0a8039c1
 SHORT = {'seeds': 'seeds, as 0,1,2', 'methods': 'methods, as ERM,IRMv1', 'device': 'auto, cpu, cuda, cuda:1, mps',
          'workers': 'processes that share the machine', 'timeout': 'seconds a run may take',
          'scheduler': 'address of a Dask scheduler', 'data': 'data folder'}
@@ -283,7 +283,7 @@ def _reproduce_parser(commands) -> None:
     a.add_argument('--quiet', action='store_true', help='no progress bars')
     a.add_argument('--out', type=Path, help='output folder (default: runs/NOTEBOOK; with all, the folder above)')
 
-
+# %% ../nbs/25_cli.ipynb #f3031ba0
 def parser() -> argparse.ArgumentParser:
     "The argument parser of `sparse-irm`."
     top = argparse.ArgumentParser(

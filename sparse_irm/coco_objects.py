@@ -226,7 +226,7 @@ def _checksum(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
-# %% ../nbs/04_coco_objects.ipynb #76eaf171
+# %% ../nbs/04_coco_objects.ipynb #94fd4b5f
 def _open(file: Path, annotations: Path) -> Objects:
     about_file, cure = file.with_suffix(".json"), f"Delete {file.name} to build it again"
     try:
@@ -244,7 +244,7 @@ def _open(file: Path, annotations: Path) -> Objects:
     pixels = torch.from_numpy(np.load(file))  # [n, 4, size, size]
     return Objects("coco", pixels[:, :3], pixels[:, 3], kind, COCO_LABELS)
 
-
+# %% ../nbs/04_coco_objects.ipynb #d01be986
 def coco_objects(
     root: str | Path | None = None,
     counts: Mapping[str, tuple[int, int]] = COCO_COUNTS,

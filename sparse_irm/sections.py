@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BLOCK', 'FIELDS', 'SETTINGS', 'CELL', 'PUBLISHED_IMAGES', 'block_of', 'differing', 'settings_told', 'labelled',
            'summarized', 'planned_seeds', 'accuracy_table', 'is_published_task', 'published_lines', 'paper_table',
-           'signed', 'claims_of', 'claims_table', 'settings_tables', 'as_text', 'figure', 'Table', 'Section', 'section',
-           'block_tables', 'sections']
+           'signed', 'claims_of', 'claims_table', 'settings_tables', 'as_text', 'figure', 'Table', 'Section',
+           'block_tables', 'section', 'sections']
 
 # %% ../nbs/23_sections.ipynb #66ec3a5f
 import dataclasses
@@ -241,7 +241,7 @@ def _by_method(ax, lines, both, looks):
     ax.set_ylim(len(looks) - 0.5, -0.5)
     ax.set_xlabel('test accuracy in %')
 
-# %% ../nbs/23_sections.ipynb #322b0580
+# %% ../nbs/23_sections.ipynb #61c2b4eb
 @dataclass(frozen=True)
 class Table:
     "A caption and a frame whose values are all text; `detail` is folded away on the page."
@@ -260,7 +260,27 @@ class Section:
     figure: str
     caption: str
 
+# %% ../nbs/23_sections.ipynb #4e23a7de
+def block_tables(rows: Sequence[dict], frame: 'pandas.DataFrame', both: 'pandas.DataFrame',
+                 planned: int) -> list[Table]:
+    "The tables of a section that have lines."
+    shared, different = settings_tables(rows, frame)
+    names = {'train_accuracy': 'Training accuracy', 'held_out_accuracy': 'Accuracy on held-out training environments'}
+    kept = [metric for metric in names if (frame['metric'] == metric).any()]
+    tables = [
+        Table('Test accuracy in percent, mean ± sample standard deviation over seeds',
+              accuracy_table(frame, 'test_accuracy', planned)),
+        Table('Beside the paper, in percent and points', paper_table(both, planned)),
+        Table('Claims: difference of two means over seeds, in points', claims_table(frame)),
+        *(Table(f'{names[m]} in percent at the same evaluations', accuracy_table(frame, m, planned), detail=True)
+          for m in kept),
+        Table('Settings of all runs', shared, detail=True),
+        Table('Settings that differ', different, detail=True),
+        Table('Provenance', as_text(provenance_table(rows))),
+    ]
+    return [table for table in tables if len(table.frame)]
 
+# %% ../nbs/23_sections.ipynb #7de80bfb
 def section(rows: Sequence[dict], seeds: int | None = None) -> Section:
     "The section of one block's rows; `seeds` is the number planned, by default the largest that any cell has."
     first, frame = rows[0]['run'], labelled(rows)
@@ -285,26 +305,6 @@ def section(rows: Sequence[dict], seeds: int | None = None) -> Section:
                + (' Hollow: published.' if len(both) else ''))
     tables = block_tables(rows, frame, both, planned)
     return Section(title, index, sentences, tables, figure(lines, both, ceiling), caption)
-
-
-def block_tables(rows: Sequence[dict], frame: 'pandas.DataFrame', both: 'pandas.DataFrame',
-                 planned: int) -> list[Table]:
-    "The tables of a section that have lines."
-    shared, different = settings_tables(rows, frame)
-    names = {'train_accuracy': 'Training accuracy', 'held_out_accuracy': 'Accuracy on held-out training environments'}
-    kept = [metric for metric in names if (frame['metric'] == metric).any()]
-    tables = [
-        Table('Test accuracy in percent, mean ± sample standard deviation over seeds',
-              accuracy_table(frame, 'test_accuracy', planned)),
-        Table('Beside the paper, in percent and points', paper_table(both, planned)),
-        Table('Claims: difference of two means over seeds, in points', claims_table(frame)),
-        *(Table(f'{names[m]} in percent at the same evaluations', accuracy_table(frame, m, planned), detail=True)
-          for m in kept),
-        Table('Settings of all runs', shared, detail=True),
-        Table('Settings that differ', different, detail=True),
-        Table('Provenance', as_text(provenance_table(rows))),
-    ]
-    return [table for table in tables if len(table.frame)]
 
 
 def sections(rows: Sequence[dict], seeds: int | None = None) -> list[Section]:

@@ -56,9 +56,9 @@ def serve() -> None:
         except Exception as error:
             told = _pickled(False, error)
 
-# %% ../nbs/19_workers.ipynb #0f96ff48
-class Worker:
-    "A process that does one call at a time, started when needed, with `variables` added to its environment."
+# %% ../nbs/19_workers.ipynb #771bde74
+class _Process:
+    "A worker process that can be started, stopped and killed; `variables` are added to its environment."
 
     def __init__(self, variables: dict[str, str]):
         self.variables, self.process, self.closed = variables, None, False
@@ -71,6 +71,31 @@ class Worker:
         if self.closed:
             self.process.kill()
         pickle.load(self.process.stdout)  # ready
+
+    def stop(self) -> int | None:
+        "Wait for a process that is ending, kill it when it is not; its exit status."
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            return process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+        finally:
+            process.stdout.close()
+
+    def kill(self) -> None:
+        "Kill the process while another thread waits for its answer, for good."
+        process, self.closed = self.process, True
+        if process is not None:
+            process.kill()
+
+# %% ../nbs/19_workers.ipynb #3c8d11c6
+class Worker(_Process):
+    "A process that does one call at a time, started when needed, with `variables` added to its environment."
 
     def __call__(self, timeout: float | None, function: Callable, *args: Any) -> Any:
         """function(*args) in the process. Its exception is raised here; TimeoutError when it took longer than `timeout`
@@ -97,27 +122,6 @@ class Worker:
         if not done:
             raise answer
         return answer
-
-    def stop(self) -> int | None:
-        "Wait for a process that is ending, kill it when it is not; its exit status."
-        process, self.process = self.process, None
-        if process is None:
-            return None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            return process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
-        finally:
-            process.stdout.close()
-
-    def kill(self) -> None:
-        "Kill the process while another thread waits for its answer, for good."
-        process, self.closed = self.process, True
-        if process is not None:
-            process.kill()
 
 # %% ../nbs/19_workers.ipynb #9c94b89a
 def cuda_devices() -> list[str]:
