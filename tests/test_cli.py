@@ -42,14 +42,18 @@ def call(*argv):
 
 def left(folder):
     "The files below a folder but for the logs."
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob('*') if path.is_file() and path.suffix != '.log')
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob('*')
+                  if path.is_file() and path.suffix != '.log')
 
 
 @pytest.mark.parametrize('text, value', [
-    ('3', 3), ('-3', -3), ('0.5', 0.5), ('1e4', 10_000), ('1e-3', 1e-3), ('2.0', 2), ('1_000', 1000), ('', ''), ('none', None),
+    ('3', 3), ('-3', -3), ('0.5', 0.5), ('1e4', 10_000), ('1e-3', 1e-3), ('2.0', 2), ('1_000', 1000), ('', ''),
+    ('none', None),
     ('None', None), ('TRUE', True), ('false', False), ('abc', 'abc'), ("'7'", '7'), ('MNIST', 'MNIST'), ('a-b', 'a-b'),
-    ('a b', 'a b'), ('1,2', [1, 2]), ('16, 64,', [16, 64]), ('3,', [3]), ('[1, 2.5]', [1, 2.5]), ('(1, 2)', (1, 2)), ('[1', '[1'),
-    ('ERM,IRMv1', ['ERM', 'IRMv1']), ('0.9,none,x', [0.9, None, 'x']), ('runs/a.b', 'runs/a.b'), ('nan', 'nan'), ('1+1', '1+1'),
+    ('a b', 'a b'), ('1,2', [1, 2]), ('16, 64,', [16, 64]), ('3,', [3]), ('[1, 2.5]', [1, 2.5]), ('(1, 2)', (1, 2)),
+    ('[1', '[1'),
+    ('ERM,IRMv1', ['ERM', 'IRMv1']), ('0.9,none,x', [0.9, None, 'x']), ('runs/a.b', 'runs/a.b'), ('nan', 'nan'),
+    ('1+1', '1+1'),
     ('__import__("os")', '__import__("os")'), ('cuda:1', 'cuda:1'), ('~/data', '~/data'), ('5%', '5%'),
 ])
 def test_parse_value(text, value):
@@ -59,7 +63,8 @@ def test_parse_value(text, value):
 
 
 def test_parse_pairs():
-    assert parse_pairs([]) == {} and parse_pairs(['a=', 'b==', 'c=x=1', 'd=1,2']) == {'a': '', 'b': '=', 'c': 'x=1', 'd': [1, 2]}
+    assert parse_pairs([]) == {}
+    assert parse_pairs(['a=', 'b==', 'c=x=1', 'd=1,2']) == {'a': '', 'b': '=', 'c': 'x=1', 'd': [1, 2]}
 
 
 ERM = ['train', 'ERM', *PAIRS]
@@ -142,8 +147,8 @@ def test_train_writes_the_row_it_tells(tmp_path):
     row, lines = read_row(path), said.splitlines()
     assert lines[0] == run.name and lines[-1] == f'row-file: {path}' and len(lines) == 2 + len(RULES)
     last = row['history'][-1]
-    assert row['run'] == run and lines[1] == (f'  last              step 20, train {100 * last["train_accuracy"]:.1f} %, '
-                                              f'test {100 * last["test_accuracy"]:.1f} %')
+    train, test = (f'{100 * last[f"{role}_accuracy"]:.1f} %' for role in ('train', 'test'))
+    assert row['run'] == run and lines[1] == f'  last              step 20, train {train}, test {test}'
     before = path.read_bytes()
     assert call(*argv)[:2] == (0, said) and path.read_bytes() == before
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sparse_irm.configs import PAPER_TEXT, PUBLISHED_CODE, Config, Training, choice, config_hash, number
 
 FIELDS = {f.name: f for f in dataclasses.fields(Training)}
-HINTS = {name: str(hint.__name__ if isinstance(hint, type) else hint) for name, hint in typing.get_type_hints(Training).items()}
+HINTS = {name: hint.__name__ if isinstance(hint, type) else str(hint)
+         for name, hint in typing.get_type_hints(Training).items()}
 PAIRS = {name for name, hint in HINTS.items() if 'tuple' in hint}   # two numbers each
 WHOLE = {name for name, hint in HINTS.items() if 'int' in hint}
 MAY_BE_NONE = {name for name, hint in HINTS.items() if 'None' in hint}
@@ -70,7 +71,8 @@ def test_a_whole_number_beyond_floats_is_refused_by_name():
 
 
 @pytest.mark.parametrize('key, told', [
-    ('learning_rate', 'lr'), ('step', 'steps'), ('penalty_wieght', 'penalty_weight'), ('evaluateEvery', 'evaluate_every'),
+    ('learning_rate', 'lr'), ('step', 'steps'), ('penalty_wieght', 'penalty_weight'),
+    ('evaluateEvery', 'evaluate_every'),
     ('straight-through', 'straight_through'), ('score_learning_rate', 'score_lr'),
 ])
 def test_unknown_keys_are_told_the_nearest(key, told):
@@ -107,8 +109,9 @@ def test_the_recipes_of_the_mask_are_valid():
 
 
 DEFAULTS = dict(
-    steps=1500, batch_size=None, evaluate_every=25, dtype='float32', seed=0, penalty='none', penalty_weight=1e4, anneal_step=200,
-    rescale=True, halves='none', l2=1e-3, optimizer='adam', lr=4e-4, momentum=0.9, schedule='constant', keep=None, score_lr=6e-3,
+    steps=1500, batch_size=None, evaluate_every=25, dtype='float32', seed=0, penalty='none', penalty_weight=1e4,
+    anneal_step=200, rescale=True, halves='none', l2=1e-3, optimizer='adam', lr=4e-4, momentum=0.9, schedule='constant',
+    keep=None, score_lr=6e-3,
     temperature=[1.0, 1.0], budget=[0.0, 0.0], straight_through=False, eval_mask='sampled')
 
 
@@ -119,7 +122,8 @@ def test_pinned_defaults():
 
 @pytest.mark.parametrize('config, pinned', [
     (Training(), '44136fa355b3'),
-    (Training(steps=600, penalty='irmv1', keep=0.5, temperature=(1.0, 0.03), budget=(0.28, 0.6), lr=1e-3, seed=3), '9fb21b7b7924'),
+    (Training(steps=600, penalty='irmv1', keep=0.5, temperature=(1.0, 0.03), budget=(0.28, 0.6), lr=1e-3, seed=3),
+     '9fb21b7b7924'),
 ])
 def test_pinned_hash(config, pinned):
     assert config_hash(config) == pinned
@@ -170,13 +174,15 @@ def another(name):
 
 
 def test_every_field_counts_in_the_hash():
-    assert len({config_hash(Training()), *(config_hash(Training(**{name: another(name)})) for name in FIELDS)}) == len(FIELDS) + 1
+    hashes = {config_hash(Training(**{name: another(name)})) for name in FIELDS}
+    assert len(hashes | {config_hash(Training())}) == len(FIELDS) + 1
 
 
 positive = st.floats(1e-3, 1e6)
 configs = st.builds(
-    Training, steps=st.integers(1, 10 ** 6), batch_size=st.none() | st.integers(1, 10 ** 6), seed=st.integers(0, 2 ** 63 - 1),
-    lr=positive, penalty_weight=positive, keep=st.none() | st.floats(1e-6, 1), temperature=st.tuples(positive, positive),
+    Training, steps=st.integers(1, 10 ** 6), batch_size=st.none() | st.integers(1, 10 ** 6),
+    seed=st.integers(0, 2 ** 63 - 1), lr=positive, penalty_weight=positive, keep=st.none() | st.floats(1e-6, 1),
+    temperature=st.tuples(positive, positive),
     budget=st.tuples(st.floats(0, 0.5), st.floats(0.5, 1)), **{name: st.sampled_from(NAMED[name]) for name in NAMED})
 
 

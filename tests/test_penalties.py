@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_irm.penalties import (TASKS, halves, irmv1, objective, rex, risk, risks_and_penalty, scale_gradient, split_half,
-                                  task_of)
+from sparse_irm.penalties import (TASKS, halves, irmv1, objective, rex, risk, risks_and_penalty, scale_gradient,
+                                  split_half, task_of)
 
 LOSSES = {'binary': lambda z, y: F.binary_cross_entropy_with_logits(z, y.double()), 'classes': F.cross_entropy,
           'regression': lambda z, y: ((z - y) ** 2).mean()}
@@ -90,7 +90,8 @@ def test_the_penalty_is_zero_where_the_risk_is_flat_in_the_scale():
     y = torch.tensor([0, 0, 1, 1])
     assert irmv1([torch.zeros(4)], [y]) == 0
     best = torch.tensor(3.0).log() * torch.tensor([1, 1, 1, 1])  # the log odds of 3 in 4
-    assert abs(scale_gradient(best, torch.tensor([1, 1, 1, 0]))) < 1e-6 < scale_gradient(2 * best, torch.tensor([1, 1, 1, 0]))
+    y = torch.tensor([1, 1, 1, 0])
+    assert abs(scale_gradient(best, y)) < 1e-6 < scale_gradient(2 * best, y)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30))
@@ -153,7 +154,8 @@ def test_split_form_by_hand(penalty):
     value = risk if penalty == 'rex' else scale_gradient
     g = generator(3)
     cuts = [halves(5, g), halves(8, g)]
-    a, b = (torch.stack([value(z[cut[i]], y[cut[i]], 'classes') for z, y, cut in zip(logits, ys, cuts)]) for i in (0, 1))
+    a, b = (torch.stack([value(z[cut[i]], y[cut[i]], 'classes') for z, y, cut in zip(logits, ys, cuts)])
+            for i in (0, 1))
     if penalty == 'rex':
         a, b = a - a.mean(), b - b.mean()
     risks, signed = risks_and_penalty(logits, ys, 'classes', penalty, generator(3))
@@ -197,7 +199,8 @@ z3, y3 = torch.zeros(3), torch.tensor([0, 1, 1])
     (lambda: scale_gradient(z3, y3, None), 'task: got None'),
     (lambda: risk(torch.zeros(4), y3), r'logits: got shape \(4,\) for 3 labels'),
     (lambda: risk(torch.zeros(3, 2), y3), r'logits: got shape \(3, 2\) for 3 labels'),
-    (lambda: scale_gradient(z3, y3, 'classes'), r"logits: got shape \(3,\) for 3 labels, task 'classes' takes \[n, k\]"),
+    (lambda: scale_gradient(z3, y3, 'classes'),
+     r"logits: got shape \(3,\) for 3 labels, task 'classes' takes \[n, k\]"),
     (lambda: risk(torch.zeros(3, 2, 2), y3, 'classes'), r'logits: got shape \(3, 2, 2\)'),
     (lambda: risk(torch.zeros(0), torch.zeros(0)), r'logits: got shape \(0,\) for 0 labels'),
     (lambda: risks_and_penalty([z3], [y3], penalty='IRMv1'), "penalty: got 'IRMv1', takes one of none, irmv1, rex"),

@@ -1,4 +1,4 @@
-"""Every reproduce notebook runs from the command with its smallest preset, refuses what it does not know, and fails aloud."""
+"""Every reproduce notebook runs at its smallest preset, refuses what it does not know, and fails aloud."""
 import json
 import math
 
@@ -21,7 +21,8 @@ def empty_place(tmp_path, monkeypatch):
 
 
 def outputs(path):
-    return [output for cell in json.loads(path.read_text(encoding='utf-8'))['cells'] for output in cell.get('outputs', [])]
+    return [output for cell in json.loads(path.read_text(encoding='utf-8'))['cells']
+            for output in cell.get('outputs', [])]
 
 
 @pytest.mark.parametrize('name', NOTEBOOKS)
@@ -31,7 +32,8 @@ def test_smoke(name, empty_place, capsys):
     told = outputs(empty_place / 'there' / f'{name}.ipynb')
     assert told and not any(output['output_type'] == 'error' for output in told)
     pictures = list((empty_place / 'there').rglob('*.png'))
-    assert pictures and all(path.read_bytes().startswith(b'\x89PNG') and path.stat().st_size > 5000 for path in pictures)
+    assert pictures and all(path.read_bytes().startswith(b'\x89PNG') and path.stat().st_size > 5000
+                            for path in pictures)
     assert [path.name for path in empty_place.iterdir()] == ['there']
 
 
@@ -47,8 +49,8 @@ def test_a_misspelt_parameter_is_refused_by_the_notebook_itself(name, empty_plac
 def test_a_cell_that_fails_while_running_is_status_1(empty_place, capsys):
     (empty_place / 'there' / 'rows').mkdir(parents=True)
     (empty_place / 'there' / 'figure.png').mkdir()      # where the figure ought to go
-    status = main(['reproduce', 'mlp_width', '--preset', 'smoke', '-p', 'widths=4,8', '-p', 'seeds=0', '-p', 'methods=ERM,IRMv1',
-                   '-p', 'steps=4', '--out', 'there'])
+    status = main(['reproduce', 'mlp_width', '--preset', 'smoke', '-p', 'widths=4,8', '-p', 'seeds=0',
+                   '-p', 'methods=ERM,IRMv1', '-p', 'steps=4', '--out', 'there'])
     said, complained = capsys.readouterr()
     assert status == 1 and said == '' and 'figure.png' in complained and 'mlp_width.ipynb' in complained
     assert [output['ename'] for output in outputs(empty_place / 'there' / 'mlp_width.ipynb')
@@ -72,10 +74,12 @@ def test_a_preset_is_overridden_by_what_is_not_none():
 
 @pytest.mark.parametrize('given, error, told', [
     (dict(preset='smok'), ValueError, "preset: got 'smok'"), (dict(), ValueError, 'preset: got None'),
-    (dict(step=3), ValueError, "parameter: got 'step', did you mean steps"), (dict(out='x'), ValueError, "parameter: got 'out'"),
+    (dict(step=3), ValueError, "parameter: got 'step', did you mean steps"),
+    (dict(out='x'), ValueError, "parameter: got 'out'"),
     (dict(steps='3'), TypeError, r"steps: got '3' \(str\), takes int"), (dict(steps=3.5), TypeError, 'steps: got 3.5'),
     (dict(steps=True), TypeError, 'steps: got True'), (dict(lr='fast'), TypeError, "lr: got 'fast'"),
-    (dict(lr=True), TypeError, 'lr: got True'), (dict(name=3), TypeError, 'name: got 3'), (dict(flag=1), TypeError, 'flag: got 1'),
+    (dict(lr=True), TypeError, 'lr: got True'), (dict(name=3), TypeError, 'name: got 3'),
+    (dict(flag=1), TypeError, 'flag: got 1'),
     (dict(widths='8'), TypeError, "widths: got '8'"), (dict(widths=[8, 1.5]), TypeError, 'widths: got 1.5'),
     (dict(widths=[[8]]), TypeError, r'widths: got \[8\]'), (dict(steps=(1, 2)), TypeError, r'steps: got \(1, 2\)'),
     (dict(steps=[1, 2]), TypeError, 'steps: got'), (dict(widths=[]), ValueError, 'widths: got'),
@@ -86,14 +90,16 @@ def test_wrong_settings_are_refused_by_name(given, error, told):
 
 
 def test_parameters_are_the_plain_data_of_a_notebook():
-    names = dict(steps=3, out='x', widths=[1], none=None, _i=3, PRESETS={}, ALL=['ERM'], In=[''], Out={}, exit=1, pd=pd, f=len)
+    names = dict(steps=3, out='x', widths=[1], none=None, _i=3, PRESETS={}, ALL=['ERM'], In=[''], Out={}, exit=1, pd=pd,
+                 f=len)
     assert parameters_of(names) == dict(steps=3, out='x', widths=[1], none=None)
 
 
 def frame(**accuracies):
     "A tidy frame: values of some methods at width 8, of two rules."
-    return pd.DataFrame([dict(method=method, width=8, seed=seed, variant=method, selection=rule, metric='test_accuracy', value=value)
-                         for method, values in accuracies.items() for rule in ('last', 'oracle') for seed, value in enumerate(values)])
+    return pd.DataFrame([dict(method=method, variant=method, width=8, seed=seed, selection=rule, metric='test_accuracy',
+                              value=value) for method, values in accuracies.items() for rule in ('last', 'oracle')
+                         for seed, value in enumerate(values)])
 
 
 @pytest.mark.parametrize('a, b, told', [
@@ -117,7 +123,9 @@ def test_a_claim_does_not_mix_settings():
 
 def test_provenance_is_counted():
     origin = dict(sparse_irm='0.1', commit=None, torch='2', python='3', device='cpu x', threads=1)
-    rows = [dict(provenance=origin | dict(seconds=30.0 * k, finished=f'2026-01-0{k}', threads=1 + k // 3)) for k in (1, 2, 3)]
+    rows = [dict(provenance=origin | dict(seconds=30.0 * k, finished=f'2026-01-0{k}', threads=1 + k // 3))
+            for k in (1, 2, 3)]
     table = provenance_table(rows).sort_values('threads')
     assert table.runs.tolist() == [2, 1] and table.minutes.tolist() == [1.5, 1.5]
-    assert table['first'].tolist() == ['2026-01-01', '2026-01-03'] and table['last'].tolist() == ['2026-01-02', '2026-01-03']
+    assert table['first'].tolist() == ['2026-01-01', '2026-01-03']
+    assert table['last'].tolist() == ['2026-01-02', '2026-01-03']

@@ -1,4 +1,4 @@
-"""Runs are done once, survive a kill at any moment, and fail alone; rows and tables hold what was measured, all of it."""
+"""Runs are done once, survive a kill at any moment, and fail alone; rows and tables hold all that was measured."""
 import csv
 import dataclasses
 import json
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.resources import files
 
+import pandas as pd
 import pytest
 import torch
 
@@ -17,8 +18,8 @@ import sparse_irm.runs as runs
 from sparse_irm.configs import PAPER_TEXT, config_hash
 from sparse_irm.methods import METHODS, method_settings
 from sparse_irm.metrics import RULES, select
-from sparse_irm.runs import (DATASETS, Run, RunsFailed, build, execute, execute_all, make_run, read_row, row_path, unfinished,
-                             write_row)
+from sparse_irm.runs import (DATASETS, Run, RunsFailed, build, execute, execute_all, make_run, read_row, row_path,
+                             unfinished, write_row)
 from sparse_irm.tables import COLUMNS, aggregate, beside_paper, read_rows, reported, tidy
 from sparse_irm.workers import Workers
 
@@ -76,7 +77,8 @@ def test_a_method_by_name(method, dataset):
     (dict(method='irm'), "method: got 'irm', takes one of ERM"),
     (dict(dataset='MNIST'), "dataset: got 'MNIST'"), (dict(source='MNIST'), "source: got 'MNIST'"),
     (dict(n_train=1), 'n_train: got 1'), (dict(correlations=(0.9, 1.2)), 'correlations: got'),
-    (dict(label_noise=-0.1), 'label_noise: got'), (dict(width=0), 'width: got 0'), (dict(model='CNN'), "model: got 'CNN'"),
+    (dict(label_noise=-0.1), 'label_noise: got'), (dict(width=0), 'width: got 0'),
+    (dict(model='CNN'), "model: got 'CNN'"),
 ])
 def test_a_run_that_contradicts_itself_is_refused(settings, told):
     with pytest.raises(ValueError, match=told):
@@ -98,7 +100,8 @@ def test_names_are_refused_by_make_run(call, told):
 
 def test_pinned_hash():
     "Of a published setting: a change orphans all its row-files."
-    run = make_run('SparseIRM-IRMv1', experiment='mlp_width', source='mnist', width=640, seed=1, evaluate_every=5, dtype='bfloat16')
+    run = make_run('SparseIRM-IRMv1', experiment='mlp_width', source='mnist', width=640, seed=1, evaluate_every=5,
+                   dtype='bfloat16')
     assert config_hash(run) == '4d9fe366a86c' and row_path(run, 'folder').name == '4d9fe366a86c.json'
 
 
@@ -125,11 +128,13 @@ def test_a_row_repeats_elsewhere(tmp_path):
     run = tiny('SparseIRM-IRMv1')
     a, b = do(run, tmp_path / 'a'), do(run, tmp_path / 'b')
     assert numbers(a) == numbers(b) and a['provenance']['threads'] == 1 and a['provenance']['device'].startswith('cpu')
-    assert set(a['provenance']) == {'sparse_irm', 'commit', 'torch', 'python', 'device', 'threads', 'seconds', 'finished'}
+    assert set(a['provenance']) == {'sparse_irm', 'commit', 'torch', 'python', 'device', 'threads', 'seconds',
+                                    'finished'}
 
 
 def test_a_row_holds_the_history_to_six_digits(tmp_path):
-    run, history = tiny(), [{'step': 5, 'loss': 1.23456789, 'big': 123456789.0}, {'step': 10, 'loss': 1e-12, 'big': 2.0}]
+    run, history = tiny(), [{'step': 5, 'loss': 1.23456789, 'big': 123456789.0},
+                            {'step': 10, 'loss': 1e-12, 'big': 2.0}]
     write_row(row_path(run, tmp_path), run, history, {'threads': 1})
     kept = read_row(row_path(run, tmp_path))
     assert kept == {'run': run, 'provenance': {'threads': 1}, 'history': [
@@ -287,11 +292,14 @@ def edited(**changes):
     (lambda row: '', 'is damaged'), (lambda row: json.dumps(row)[:300], 'is damaged'), (lambda row: '[]', 'is damaged'),
     (lambda row: 'null', 'is damaged'), (lambda row: '{}', "is damaged .'config'"),
     (lambda row: json.dumps({k: v for k, v in row.items() if k != 'provenance'}), "is damaged .'provenance'"),
-    (edited(config={'steps': 'many'}), 'is damaged .steps: got'), (edited(config={'stesp': 3}), 'is damaged .stesp: unknown'),
-    (edited(config=None), 'is damaged'), (edited(history=[]), 'is damaged'), (edited(history={'step': 3}), 'is damaged'),
+    (edited(config={'steps': 'many'}), 'is damaged .steps: got'),
+    (edited(config={'stesp': 3}), 'is damaged .stesp: unknown'),
+    (edited(config=None), 'is damaged'), (edited(history=[]), 'is damaged'),
+    (edited(history={'step': 3}), 'is damaged'),
     (lambda row: json.dumps(row | {'history': row['history'] | {'loss': [1.0]}}), 'is damaged'),
     (lambda row: json.dumps(row | {'history': row['history'] | {'loss': []}}), 'is damaged'),
-    (edited(hash='0' * 12), 'does not belong'), (lambda row: json.dumps(row | {'config': row['config'] | {'lr': 0.5}}), 'does not'),
+    (edited(hash='0' * 12), 'does not belong'),
+    (lambda row: json.dumps(row | {'config': row['config'] | {'lr': 0.5}}), 'does not'),
     (lambda row: json.dumps({k: v for k, v in row.items() if k != 'hash'}), 'does not belong'),
     (edited(history={}), 'does not belong'), (edited(history={'step': []}), 'does not belong'),
 ])
@@ -334,7 +342,8 @@ def line(step, train, test, held_out=None):
 def rows_of(**settings):
     "Three seeds of one made-up setting."
     return [{'run': tiny(seed=seed, **settings), 'provenance': {},
-             'history': [line(5, 0.62 + seed / 100, 0.7, 2.5), line(10, 0.8, 0.3 + seed / 10, 1.0 + seed)]} for seed in range(3)]
+             'history': [line(5, 0.62 + seed / 100, 0.7, 2.5), line(10, 0.8, 0.3 + seed / 10, 1.0 + seed)]}
+             for seed in range(3)]
 
 
 def test_aggregate_by_hand():
@@ -357,7 +366,8 @@ def test_aggregate_by_hand():
 
 @pytest.mark.parametrize('change', [
     dict(lr=0.3), dict(n_train=241), dict(evaluate_every=6), dict(label_noise=0.1), dict(dataset='FullColoredMNIST'),
-    dict(experiment='other'), dict(width=7), dict(method='Oracle'), dict(source='mnist'), dict(correlations=(0.9, 0.7))])
+    dict(experiment='other'), dict(width=7), dict(method='Oracle'), dict(source='mnist'),
+    dict(correlations=(0.9, 0.7))])
 def test_different_settings_are_never_averaged(change):
     table = aggregate(rows_of() + rows_of(**change))
     assert len(table) == 2 * 9 and (table.seeds == 3).all()
@@ -397,11 +407,13 @@ def test_every_published_number_is_there():
     assert len(paper) == len(lines) == 49
     for ours, theirs in zip(paper.itertuples(), lines):
         base, penalty = theirs['method'], theirs['penalty']
-        assert ours.method == {'IRM': penalty, 'MRM': f'MRM-{penalty}', 'SparseIRM': f'SparseIRM-{penalty}'}.get(base, base)
+        names = {'IRM': penalty, 'MRM': f'MRM-{penalty}', 'SparseIRM': f'SparseIRM-{penalty}'}
+        assert ours.method == names.get(base, base)
         assert (ours.dataset, ours.metric, ours.paper) == (theirs['dataset'], theirs['metric'], theirs['source'])
         assert ours.mean == float(theirs['mean'])
-        for value, text in ((ours.std, theirs['std']), (ours.width, theirs['width']), (ours.n_train, theirs['n_train'])):
-            assert value == float(text) if text else math.isnan(value) if isinstance(value, float) else str(value) == '<NA>'
+        for value, text in ((ours.std, theirs['std']), (ours.width, theirs['width']),
+                            (ours.n_train, theirs['n_train'])):
+            assert value == float(text) if text else pd.isna(value)
     assert {'IRMv1', 'REx', 'SparseIRM-IRMv1', 'SparseIRM-REx'} <= set(paper.method) & set(METHODS)
 
 
@@ -412,10 +424,9 @@ def ours(mean, std, **settings):
 
 
 def test_beside_the_paper():
-    import pandas as pd
-
     table = pd.DataFrame([ours(68.0, 0.6, width=640), ours(68.0, 0.5, width=640), ours(68.0, math.nan, width=640),
-                          ours(66.0, 1.0, width=160), ours(66.0, 1.0, width=100), ours(66.0, 1.0, width=160, n_train=1000)])
+                          ours(66.0, 1.0, width=160), ours(66.0, 1.0, width=100),
+                          ours(66.0, 1.0, width=160, n_train=1000)])
     side = beside_paper(table)
     assert side.published.tolist() == [68.54] * 3 + [65.91] and side.inside_spread.tolist() == [True, False, None, True]
     assert side.difference.tolist() == pytest.approx([-0.54] * 3 + [0.09])
@@ -423,6 +434,4 @@ def test_beside_the_paper():
 
 
 def test_only_the_published_images_are_beside_the_paper():
-    import pandas as pd
-
     assert len(beside_paper(pd.DataFrame([ours(68.0, 0.6, width=640) | {'source': 'fashion-mnist'}]))) == 0
