@@ -14,8 +14,8 @@ from sparse_irm.masks import sparsify
 from sparse_irm.models import MLP
 from sparse_irm.sources import digits
 from sparse_irm.training import (Batches, accuracy, batch_rows, budget_fraction, choose_device, dense, fit,
-                                 load_checkpoint, mask_is_live, measure, new_state, penalty_weight, predict, rate_factor,
-                                 save_checkpoint, stream, train_step)
+                                 load_checkpoint, mask_is_live, measure, new_state, penalty_weight, predict,
+                                 rate_factor, save_checkpoint, stream, train_step)
 
 # Every branch of the loop: name -> what differs from a short run.
 KINDS = {
