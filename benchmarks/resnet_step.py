@@ -9,10 +9,10 @@ rounds of the ratios within a round. Random numbers stand in for images.
 import argparse
 import json
 import statistics
-import time
 
 import torch
 from torch import nn
+from training_step import seconds
 
 from sparse_irm.configs import PAPER_TEXT, Training
 from sparse_irm.masks import sparsify
@@ -28,18 +28,6 @@ def step_of(method, x, y, dtype):
     model = sparsify(net, config.keep, types=(nn.Conv2d,)) if config.keep else net
     state = new_state(model.to(x.device), config)
     return lambda: train_step(state, x, y, [len(x) // 2, len(x) - len(x) // 2], 'binary')
-
-
-def seconds(work, device):
-    """Time of one call, the device's queue emptied before and after."""
-    def wait():
-        if device.type == 'cuda':
-            torch.cuda.synchronize()
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - begin
 
 
 def main():
