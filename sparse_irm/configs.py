@@ -102,7 +102,7 @@ def config_hash(config: Config) -> str:
     told = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/10_configs.ipynb #ee73700a
+# %% ../nbs/10_configs.ipynb #28eb1ba7
 @dataclass(frozen=True)
 class Training(Config):
     "How to train: every number the loop uses."
@@ -111,7 +111,8 @@ class Training(Config):
     batch_size: int | None = number(None, low=1)  # examples a step over all environments; None: all of them
     evaluate_every: int = number(25, low=1)  # steps
     dtype: str = choice('float32', 'bfloat16')
-    seed: int = number(0, low=0)
+    statistics: str = choice('running', 'batch')  # of batch norms when evaluating
+    seed: int = number(0, low=0, high=2 ** 63 - 1)
     # objective: mean risk + penalty_weight * penalty + l2 * |w|^2
     penalty: str = choice('none', 'irmv1', 'rex', 'birm', 'birm-rex')
     penalty_weight: float = number(1e4, low=0)
@@ -125,13 +126,14 @@ class Training(Config):
     optimizer: str = choice('adam', 'sgd')
     lr: float = number(4e-4, low=0)
     momentum: float = number(0.9, low=0, high=1)  # sgd only
-    schedule: str = choice('constant', 'cosine')
+    schedule: str = choice('constant', 'cosine', 'step')
     # mask
     keep: float | None = number(None, low=1e-6, high=1)  # kept fraction k_f; None: dense
     score_lr: float = number(6e-3, low=0)  # Adam, for the mask probabilities
     temperature: tuple[float, ...] = number((1.0, 1.0), low=1e-3)  # first, last; linear between
     budget: tuple[float, ...] = number((0.0, 0.0), low=0, high=1)  # cubic from, to, as fractions of the steps
     straight_through: bool = False
+    sparsity: float = number(0.0, low=0)  # weight of the mean of s in the objective: prune after training
     eval_mask: str = choice('sampled', 'thresholded', 'expected')
     # Meta-IRM: mean + meta_std_weight * standard deviation of the meta-losses takes the place of risk and penalty
     meta_lr: float | None = number(None, low=0)  # inner step size alpha; None: no Meta-IRM

@@ -37,7 +37,7 @@ WRONG_TYPES = [(name, value) for name in FIELDS for value in [
 WRONG_VALUES = [(name, value) for name in sorted(NUMBERS) for value in values(name, *[
     *([] if name in WHOLE else [float('nan'), float('inf'), -float('inf')]),
     *([] if FIELDS[name].metadata['low'] is None else [FIELDS[name].metadata['low'] - (1 if name in WHOLE else 1e-9)]),
-    *([] if FIELDS[name].metadata['high'] is None else [FIELDS[name].metadata['high'] + 1e-9]),
+    *([] if FIELDS[name].metadata['high'] is None else [FIELDS[name].metadata['high'] + (1 if name in WHOLE else 1e-9)]),
 ])] + [(name, value) for name in NAMED for value in ('', 'nonsense', NAMED[name][0].upper())] + [
     ('temperature', ()), ('temperature', (1.0,)), ('temperature', (1.0, 1.0, 1.0)), ('budget', (0.1, 0.2, 0.3)),
     ('budget', (0.6, 0.3)), ('budget', (-0.1, 0.5))]
@@ -170,7 +170,7 @@ def another(name):
         return NAMED[name][1] if name in NAMED else not value
     if name in PAIRS:
         return (value[0], value[1] + 0.5)
-    return high or 8 if value is None else value + 1 if high is None else value / 2
+    return high or 8 if value is None else value + 1 if high is None or name in WHOLE else value / 2
 
 
 def test_every_field_counts_in_the_hash():
