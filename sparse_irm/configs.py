@@ -102,7 +102,7 @@ def config_hash(config: Config) -> str:
     told = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/10_configs.ipynb #28eb1ba7
+# %% ../nbs/10_configs.ipynb #a20b46ac
 @dataclass(frozen=True)
 class Training(Config):
     "How to train: every number the loop uses."
@@ -133,8 +133,12 @@ class Training(Config):
     temperature: tuple[float, ...] = number((1.0, 1.0), low=1e-3)  # first, last; linear between
     budget: tuple[float, ...] = number((0.0, 0.0), low=0, high=1)  # cubic from, to, as fractions of the steps
     straight_through: bool = False
-    sparsity: float = number(0.0, low=0)  # weight of the mean of s in the objective: prune after training
     eval_mask: str = choice('sampled', 'thresholded', 'expected')
+    # pruning after training: `steps` dense ones, `mask_steps` for the mask alone, `steps` in the subnetwork
+    prune: str = choice('none', 'learned', 'magnitude')  # what the subnetwork is chosen by
+    mask_steps: int = number(500, low=1)
+    sparsity: float = number(0.0, low=0)  # weight of the mean of s in the objective
+    rewind: bool = True  # the subnetwork starts from the weights before training
     # Meta-IRM: mean + meta_std_weight * standard deviation of the meta-losses takes the place of risk and penalty
     meta_lr: float | None = number(None, low=0)  # inner step size alpha; None: no Meta-IRM
     meta_steps: int = number(1, low=1)  # inner steps
@@ -149,6 +153,8 @@ class Training(Config):
                 raise ValueError(f'{name}: got {getattr(self, name)}, takes two numbers (first, last)')
         if self.budget[0] > self.budget[1]:
             raise ValueError(f'budget: got {self.budget}, the first fraction must not exceed the last')
+        if self.prune != 'none' and self.keep is None:
+            raise ValueError(f'prune: got {self.prune!r} with keep None, takes a fraction to keep')
         if self.meta_lr is not None and (self.penalty != 'none' or self.keep is not None):
             raise ValueError(f'meta_lr: got {self.meta_lr} with a penalty or a mask, takes None there')
 
