@@ -102,7 +102,7 @@ def config_hash(config: Config) -> str:
     told = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/10_configs.ipynb #a20b46ac
+# %% ../nbs/10_configs.ipynb #a835f6c6
 @dataclass(frozen=True)
 class Training(Config):
     "How to train: every number the loop uses."
@@ -153,8 +153,6 @@ class Training(Config):
                 raise ValueError(f'{name}: got {getattr(self, name)}, takes two numbers (first, last)')
         if self.budget[0] > self.budget[1]:
             raise ValueError(f'budget: got {self.budget}, the first fraction must not exceed the last')
-        if self.prune != 'none' and self.keep is None:
-            raise ValueError(f'prune: got {self.prune!r} with keep None, takes a fraction to keep')
         if self.meta_lr is not None and (self.penalty != 'none' or self.keep is not None):
             raise ValueError(f'meta_lr: got {self.meta_lr} with a penalty or a mask, takes None there')
 
