@@ -102,7 +102,7 @@ def config_hash(config: Config) -> str:
     told = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/10_configs.ipynb #a835f6c6
+# %% ../nbs/10_configs.ipynb #441869bd
 @dataclass(frozen=True)
 class Training(Config):
     "How to train: every number the loop uses."
@@ -116,7 +116,7 @@ class Training(Config):
     # objective: mean risk + penalty_weight * penalty + l2 * |w|^2
     penalty: str = choice('none', 'irmv1', 'rex', 'birm', 'birm-rex')
     penalty_weight: float = number(1e4, low=0)
-    anneal_step: int = number(200, low=0)  # the penalty is switched on here
+    anneal_step: int = number(200, low=0)  # the penalty, or Meta-IRM's standard deviation, is switched on here
     rescale: bool = True  # divide the loss by 1 + penalty_weight once that is above 1
     halves: str = choice('none', 'signed', 'absolute')  # split-half form of the penalty
     l2: float = number(1e-3, low=0)

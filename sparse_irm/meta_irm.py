@@ -44,9 +44,12 @@ def meta_objective(losses: Tensor, std_weight: float) -> Tensor:
     "Mean of the meta-losses [E] + std_weight * their population standard deviation."
     return losses.mean() + std_weight * losses.std(correction=0)
 
-# %% ../nbs/11_meta_irm.ipynb #bcb67bea
-def meta_loss(model: nn.Module, x: Tensor, y: Tensor, sizes: Sequence[int], task: str, config: Training) -> Tensor:
-    "Meta-IRM's loss on a batch of all environments (x [n, ...], y [n], in order of `sizes`); config.meta_* say which."
+# %% ../nbs/11_meta_irm.ipynb #5d822e7a
+def meta_loss(model: nn.Module, x: Tensor, y: Tensor, sizes: Sequence[int], task: str, config: Training,
+              std_weight: float) -> Tensor:
+    """Meta-IRM's loss on a batch of all environments (x [n, ...], y [n], in order of `sizes`).
+
+    std_weight: lambda_sigma at this step; the other switches are config.meta_*."""
     parts = list(zip(x.split(sizes), y.split(sizes)))
 
     def risk_of(weights: dict[str, Tensor], e: int) -> Tensor:
@@ -56,4 +59,4 @@ def meta_loss(model: nn.Module, x: Tensor, y: Tensor, sizes: Sequence[int], task
 
     losses = meta_losses(risk_of, dict(model.named_parameters()), len(sizes), config.meta_lr, config.meta_steps,
                          config.meta_second_order, config.meta_same_environment)
-    return meta_objective(losses, config.meta_std_weight)
+    return meta_objective(losses, std_weight)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'PARTS', 'stream', 'State', 'dense', 'new_state', 'batch_rows', 'Batches', 'mask_is_live', 'draw_mask',
-           'run_model', 'rate_factor', 'penalty_weight', 'budget_fraction', 'draw_scales_of', 'penalised_risk',
-           'train_step', 'predict', 'accuracy', 'measure', 'evaluate', 'save_checkpoint', 'load_checkpoint',
-           'choose_device', 'hide_bar', 'fit']
+           'run_model', 'rate_factor', 'full_weight', 'penalty_weight', 'budget_fraction', 'draw_scales_of',
+           'penalised_risk', 'train_step', 'predict', 'accuracy', 'measure', 'evaluate', 'save_checkpoint',
+           'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
 
 # %% ../nbs/12_training.ipynb #16094b84
 import hashlib
@@ -120,7 +120,7 @@ def run_model(model: nn.Module, x: Tensor, m: Tensor | None, config: Training) -
     with torch.autocast(x.device.type, torch.bfloat16, enabled=config.dtype == 'bfloat16'):
         return dense(model)(x) if m is None else model(x, m)
 
-# %% ../nbs/12_training.ipynb #31995110
+# %% ../nbs/12_training.ipynb #6dc5955f
 def rate_factor(config: Training, step: int) -> float:
     "What the learning rates are multiplied by: 1, a half cosine from 1 to 0, or a tenth from half of the steps on."
     if config.schedule == 'cosine':
@@ -128,9 +128,18 @@ def rate_factor(config: Training, step: int) -> float:
     return 0.1 if config.schedule == 'step' and 2 * step >= config.steps else 1.0
 
 
+def full_weight(config: Training) -> float:
+    "The weight of the penalty once it is on; that of the standard deviation for Meta-IRM, 0 for ERM."
+    if config.meta_lr is not None:
+        return config.meta_std_weight
+    return config.penalty_weight if config.penalty != 'none' else 0.0
+
+
 def penalty_weight(config: Training, step: int) -> float:
-    "lambda at this step: 0 before the anneal step and for ERM."
-    return config.penalty_weight if config.penalty != 'none' and step >= config.anneal_step else 0.0
+    "lambda at this step, lambda_sigma for Meta-IRM: 0 before the anneal step and for ERM."
+    if step < config.anneal_step:
+        return 0.0
+    return full_weight(config)
 
 
 def budget_fraction(config: Training, step: int) -> float:
@@ -142,7 +151,7 @@ def _set_rates(state: State, weight: float) -> None:
     c, factor = state.config, rate_factor(state.config, state.step)
     for group in state.weights.param_groups:
         group['lr'] = c.lr * factor
-        group['weight_decay'] = 2 * c.l2 / (1 + weight if c.rescale and weight > 1 else 1)
+        group['weight_decay'] = 2 * c.l2 / (1 + weight if c.rescale and weight > 1 and c.meta_lr is None else 1)
     if state.scores is not None:
         state.scores.param_groups[0]['lr'] = c.score_lr * factor
 
@@ -167,7 +176,7 @@ def penalised_risk(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], tas
     loss = objective(risks, penalty, weight, c.rescale)
     return loss + c.sparsity * state.model.s.mean() if c.sparsity and mask_is_live(c, t) else loss
 
-# %% ../nbs/12_training.ipynb #2f02a45d
+# %% ../nbs/12_training.ipynb #f14cc4c8
 def train_step(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: str) -> Tensor:
     "One step on a batch of all environments (x [n, ...] in order, sizes); returns the loss without its L2 term."
     c, t = state.config, state.step
@@ -176,7 +185,7 @@ def train_step(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: s
     if c.meta_lr is None:
         loss = penalised_risk(state, x, y, sizes, task)
     else:
-        loss = meta_loss(state.model, x, y, sizes, task, c)
+        loss = meta_loss(state.model, x, y, sizes, task, c, weight)
     state.weights.zero_grad()
     if state.scores is not None:
         state.scores.zero_grad()
@@ -220,7 +229,7 @@ def measure(logits: Tensor, environments: Sequence[Environment], task: str, pena
         row |= {f'{e.name} accuracy': hit, f'{e.name} risk': r}
     return row
 
-# %% ../nbs/12_training.ipynb #816ec75e
+# %% ../nbs/12_training.ipynb #b289092e
 def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> dict:
     "One row of history, as flat dict: state of the schedule and mask, then accuracy, risk, penalty of every group."
     c, t, task = state.config, state.step, task_of(benchmark.n_classes)
@@ -237,11 +246,13 @@ def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> 
         if group:
             logits = torch.cat([predict(state.model, e.x, c, m) for e in group])
             row |= measure(logits, group, task, c.penalty, role)
-            full = c.penalty_weight if c.penalty != 'none' else 0.0
-            row[f'{role}_objective'] = row[f'{role}_risk'] + full * row[f'{role}_penalty']
-            if c.meta_lr is not None and role != 'test':
+            if c.meta_lr is None:
+                row[f'{role}_objective'] = row[f'{role}_risk'] + full_weight(c) * row[f'{role}_penalty']
+            elif role == 'test':
+                row[f'{role}_objective'] = row[f'{role}_risk']
+            else:
                 x, y, sizes = join([e.x for e in group]), join([e.y for e in group]), [len(e) for e in group]
-                row[f'{role}_objective'] = meta_loss(state.model, x, y, sizes, task, c).item()
+                row[f'{role}_objective'] = meta_loss(state.model, x, y, sizes, task, c, full_weight(c)).item()
     return row
 
 # %% ../nbs/12_training.ipynb #63627cda
