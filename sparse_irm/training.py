@@ -35,7 +35,7 @@ def stream(seed: int, purpose: str, step: int, device: torch.device | str = 'cpu
     digest = hashlib.blake2b(f'{seed}/{purpose}/{step}'.encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
 
-# %% ../nbs/12_training.ipynb #0c9c566e
+# %% ../nbs/12_training.ipynb #235413d7
 @dataclass
 class State:
     "Everything that changes while a model trains; `history` holds one flat dict per evaluation."
@@ -53,10 +53,12 @@ def dense(model: nn.Module) -> nn.Module:
 
 
 def new_state(model: nn.Module, config: Training) -> State:
-    "A state at step 0. ValueError when config.keep and the model disagree about having a mask."
+    "A state at step 0. ValueError when config.keep and the model disagree about having a mask, and for pruning."
     if (config.keep is not None) != isinstance(model, Masked):
         raise ValueError(f'keep: got {config.keep} for a {"masked" if isinstance(model, Masked) else "dense"} model, '
                          'takes a number with sparsify(model) and None with a dense one')
+    if config.prune != 'none':
+        raise ValueError(f'prune: got {config.prune!r}, takes none here; prune_after_training trains it in stages')
     parameters = list(dense(model).parameters())
     fused = parameters[0].device.type in ('cpu', 'cuda')
     if config.optimizer == 'adam':
