@@ -6,8 +6,9 @@
 __all__ = ['DATASETS', 'GENERATORS', 'Run', 'make_run', 'build', 'provenance', 'write_row', 'read_row', 'row_path', 'claim',
            'log', 'execute', 'RunsFailed', 'unfinished', 'check_workers', 'execute_all']
 
-# %% ../nbs/20_runs.ipynb #591a89e8
+# %% ../nbs/20_runs.ipynb #c74a2314
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -38,7 +39,13 @@ from .sources import load
 from .training import choose_device, fit, hide_bar
 from .workers import Workers, alone, cluster
 
-# %% ../nbs/20_runs.ipynb #b54b92b2
+# %% ../nbs/20_runs.ipynb #ce32039b
+@functools.cache
+def _like(method: str) -> Training:
+    "A Training with the switches of Meta-IRM that the method stands for."
+    return Training(**METHODS[method].get('meta', {}))
+
+
 @dataclass(frozen=True)
 class Run(Training):
     "Everything that determines one result. ValueError when `method` and the fields it names disagree."
@@ -60,7 +67,7 @@ class Run(Training):
         if self.penalty != recipe['penalty'] or (self.keep is not None) != recipe['masked']:
             raise ValueError(f'method: got {self.method!r} with penalty {self.penalty!r} and keep {self.keep}, takes '
                              f'penalty {recipe["penalty"]!r} and keep {"a number" if recipe["masked"] else "None"}')
-        like = Training(**recipe.get('meta', {}))
+        like = _like(self.method)
         for name, kind in (('meta_lr', lambda v: v is None), ('meta_std_weight', lambda v: v == 0),
                            ('meta_second_order', bool), ('meta_same_environment', bool)):
             if kind(getattr(self, name)) != kind(getattr(like, name)):
