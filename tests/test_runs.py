@@ -18,7 +18,8 @@ import sparse_irm.runs as runs
 from sparse_irm.configs import PAPER_TEXT, config_hash
 from sparse_irm.methods import METHODS, method_settings
 from sparse_irm.metrics import RULES, select
-from sparse_irm.runs import (DATASETS, Run, RunsFailed, build, execute, execute_all, make_run, read_row, row_path,
+from sparse_irm.datasets import DATASETS
+from sparse_irm.runs import (Run, RunsFailed, build, execute, execute_all, make_run, read_row, row_path,
                              unfinished, write_row)
 from sparse_irm.tables import COLUMNS, aggregate, beside_paper, read_rows, reported, tidy
 from sparse_irm.workers import Workers
@@ -64,7 +65,7 @@ def never(*_, **__):
 def test_a_method_by_name(method, dataset):
     run = make_run(method, dataset)
     assert (run.method, run.dataset, run.anneal_step) == (method, dataset, DATASETS[dataset]['anneal_step'])
-    assert (run.keep is not None, run.penalty) == (METHODS[method]['masked'], METHODS[method]['penalty'])
+    assert (run.keep is not None, run.penalty.split('-')[0]) == (METHODS[method]['masked'], METHODS[method]['penalty'])
     assert make_run(method, dataset, PAPER_TEXT) == run or METHODS[method]['masked']
     assert make_run(method, dataset, steps=3, label_noise=0) == run.replace(steps=3, label_noise=0.0)
 
@@ -87,7 +88,7 @@ def test_a_run_that_contradicts_itself_is_refused(settings, told):
 
 @pytest.mark.parametrize('call, told', [
     (lambda: make_run('SparseIRM'), 'method: got .SparseIRM., did you mean .*SparseIRM-IRMv1'),
-    (lambda: make_run('ERM', 'ColorMNIST'), 'dataset: got .ColorMNIST., takes one of ColoredMNIST, FullColoredMNIST'),
+    (lambda: make_run('ERM', 'ColorMNIST'), 'dataset: got .ColorMNIST., did you mean ColoredMNIST or '),
     (lambda: make_run('ERM', widht=3), 'widht: unknown parameter, did you mean width'),
     (lambda: make_run('IRMv1', penalty='rex'), "method: got 'IRMv1'"),
     (lambda: make_run('SparseERM', keep=None), 'keep a number'),
