@@ -31,7 +31,7 @@ def select(history: Sequence[dict], rule: str, floor: float = 0.6) -> dict | Non
     candidates = [r for r in history if 'held_out_objective' in r and r['penalty_weight'] == full]
     return min(candidates, key=lambda r: r['held_out_objective'], default=None)
 
-# %% ../nbs/14_metrics.ipynb #bc4d2959
+# %% ../nbs/14_metrics.ipynb #cfa52bc3
 @dataclass(frozen=True)
 class Summary:
     "Mean, sample standard deviation (ddof = 1), number of values, and the ends of Student's interval for the mean."
@@ -52,26 +52,26 @@ def summary(values: Sequence[float], level: float = 0.95) -> Summary:
     n, mean = len(values), math.fsum(values) / len(values)
     if n == 1:
         return Summary(mean, math.nan, 1, math.nan, math.nan)
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    half = t.ppf((1 + level) / 2, n - 1) * std / math.sqrt(n)
+    half = float(stdtrit(n - 1, (1 + level) / 2)) * std / math.sqrt(n)
     return Summary(mean, std, n, mean - half, mean + half)
 
-# %% ../nbs/14_metrics.ipynb #9921a2c6
+# %% ../nbs/14_metrics.ipynb #be896e52
 def difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Summary:
     "mean(a) - mean(b) with Welch's interval; n is the smaller group, std the standard error. NaN ends below 2 values."
     one, two = summary(a, level), summary(b, level)
     gap, n = one.mean - two.mean, min(one.n, two.n)
     if n < 2:
         return Summary(gap, math.nan, n, math.nan, math.nan)
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     va, vb = one.std ** 2 / one.n, two.std ** 2 / two.n
     if va + vb == 0:
         return Summary(gap, 0.0, n, gap, gap)
     freedom = (va + vb) ** 2 / (va ** 2 / (one.n - 1) + vb ** 2 / (two.n - 1))
-    half = t.ppf((1 + level) / 2, freedom) * math.sqrt(va + vb)
+    half = float(stdtrit(freedom, (1 + level) / 2)) * math.sqrt(va + vb)
     return Summary(gap, math.sqrt(va + vb), n, gap - half, gap + half)
 
 
