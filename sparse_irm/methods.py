@@ -10,9 +10,9 @@ import difflib
 
 from .configs import PUBLISHED_CODE
 
-# %% ../nbs/15_methods.ipynb #c4e1283e
+# %% ../nbs/15_methods.ipynb #738db743
 META_IRM = dict(meta_lr=1.0, meta_std_weight=1.0)
-MRM = dict(prune='learned', keep=0.5, mask_steps=500, sparsity=1.0)
+MRM = dict(prune='learned', keep=0.5, mask_steps=1000, temperature=(1.0, 0.03), sparsity=1.0)
 METHODS = {
     'ERM': dict(penalty='none', masked=False),
     'SparseERM': dict(penalty='none', masked=True),
@@ -22,8 +22,8 @@ METHODS = {
     'SparseIRM-IRMv1': dict(penalty='irmv1', masked=True),
     'SparseIRM-REx': dict(penalty='rex', masked=True),
     'MRM-ERM': dict(penalty='none', masked=True, prune=MRM),
-    'MRM-IRMv1': dict(penalty='irmv1', masked=True, prune=MRM),
-    'MRM-REx': dict(penalty='rex', masked=True, prune=MRM),
+    'MRM-IRMv1': dict(penalty='irmv1', masked=True, prune={**MRM, 'sparsity': 30.0}),
+    'MRM-REx': dict(penalty='rex', masked=True, prune={**MRM, 'sparsity': 30.0}),
     'Oracle': dict(penalty='none', masked=False),
     'MetaIRM': dict(penalty='none', masked=False, meta=META_IRM),
     'MetaIRM-no-std-loss': dict(penalty='none', masked=False, meta={**META_IRM, 'meta_std_weight': 0.0}),

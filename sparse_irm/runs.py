@@ -6,7 +6,7 @@
 __all__ = ['Run', 'make_run', 'build', 'provenance', 'write_row', 'read_row', 'row_path', 'claim', 'log', 'execute', 'RunsFailed',
            'unfinished', 'check_workers', 'execute_all']
 
-# %% ../nbs/20_runs.ipynb #585ef688
+# %% ../nbs/20_runs.ipynb #562791f1
 import fcntl
 import functools
 import json
@@ -35,6 +35,7 @@ from .environments import Benchmark
 from .masks import sparsify
 from .methods import METHODS, check_name, method_settings
 from .models import MLP
+from .pruning import prune_after_training
 from .resnet import resnet18
 from .training import choose_device, fit, hide_bar
 from .workers import Workers, alone, cluster
@@ -193,7 +194,7 @@ def claim(path: Path, wait: bool = True) -> Iterator[bool]:
         finally:
             path.unlink(missing_ok=True)
 
-# %% ../nbs/20_runs.ipynb #04d03b11
+# %% ../nbs/20_runs.ipynb #a6dc7d18
 def log(run: Run, folder: Path, text: str) -> None:
     "Add a dated line to the run's log file."
     path = folder / 'logs' / f'{config_hash(run)}.log'
@@ -210,17 +211,20 @@ def _train(run: Run, folder: Path, root: str | Path | None, device: str, checkpo
         partial.unlink()  # of an attempt that was killed
     begin, where = time.monotonic(), choose_device(device)
     model, benchmark = build(run, root)
-    log(run, folder, f'{run.name} {"continues" if checkpoint.exists() else "begins"} on {where}, '
+    begun = any(checkpoint.parent.glob(f'{config_hash(run)}.*pt'))
+    log(run, folder, f'{run.name} {"continues" if begun else "begins"} on {where}, '
                      f'{socket.gethostname()} process {os.getpid()}')
+    train = fit if run.prune == 'none' else prune_after_training
     try:
-        state = fit(model, benchmark, run, device=str(where), checkpoint=checkpoint, progress=progress)
+        state = train(model, benchmark, run, device=str(where), checkpoint=checkpoint, progress=progress)
         write_row(row_path(run, folder), run, state.history, provenance(where, time.monotonic() - begin))
     except BaseException:
         with suppress(OSError):
             log(run, folder, f'failed after {time.monotonic() - begin:.1f} s\n{traceback.format_exc()}')
         raise
     log(run, folder, f'finished in {time.monotonic() - begin:.1f} s')
-    checkpoint.unlink()
+    for file in checkpoint.parent.glob(f'{config_hash(run)}.*pt'):  # one for each stage of a method that has stages
+        file.unlink()
 
 # %% ../nbs/20_runs.ipynb #4dfce80a
 def execute(run: Run, folder: str | Path, root: str | Path | None = None, device: str = 'auto',
