@@ -31,16 +31,20 @@ def stages(config: Training) -> dict[int, Training]:
     found[3] = base.replace(budget=(0.0, 0.0), temperature=(1.0, 1.0), score_lr=0.0, sparsity=0.0)
     return found
 
-# %% ../nbs/15x_pruning.ipynb #82e56f60
+# %% ../nbs/15x_pruning.ipynb #ac9c5ad8
 @torch.no_grad()
 def subnetwork(model: Masked, keep: float, by: str) -> Tensor:
-    "The binary mask [d] of the max(1, floor(keep d)) weights with the largest s ('learned') or |w| ('magnitude')."
+    """The binary mask [d] of the floor(keep d) weights with the largest s ('learned') or |w| ('magnitude').
+
+    ValueError when that is none."""
     size = torch.cat([attrgetter(name)(model.module).flatten() for name in model.names]).abs()  # [d]
     order = size.argsort(descending=True, stable=True)
     if by == 'learned':
         order = order[model.s[order].argsort(descending=True, stable=True)]  # by s, and by size where s ties
+    if keep * len(order) < 1:
+        raise ValueError(f'keep: got {keep}, takes at least one of {len(order)} weights')
     mask = torch.zeros_like(model.s)
-    mask[order[:max(1, int(keep * len(order)))]] = 1
+    mask[order[:int(keep * len(order))]] = 1
     return mask
 
 # %% ../nbs/15x_pruning.ipynb #4f35bfd4
