@@ -43,6 +43,21 @@ def test_the_width_experiment_is_complete(width_rows):
     assert all(row['provenance']['commit'] and row['provenance']['device'] for row in width_rows)
 
 
+def test_the_meta_irm_experiment_is_complete_and_beats_its_bar():
+    rows = read_rows(ROOT / 'results' / 'meta_irm')
+    parts = {}
+    for row in rows:
+        parts.setdefault(row['run'].experiment, []).append(row)
+    assert {name: len(part) for name, part in parts.items()} == {
+        'meta_irm_search': 9, 'meta_irm': 24, 'meta_irm_grid': 9, 'meta_irm_long': 12, 'meta_irm_grid_long': 6,
+        'meta_irm_scarce': 36}
+    chosen = {(row['run'].meta_lr, row['run'].meta_std_weight) for row in parts['meta_irm'] if row['run'].method == 'MetaIRM'}
+    assert chosen == {(0.1, 30.0)} and {row['run'].seed for row in parts['meta_irm_search']} == {100}
+    lines = tidy([row for row in parts['meta_irm'] if row['run'].method == 'MetaIRM'])
+    test = lines[(lines['metric'] == 'test_accuracy') & (lines['selection'] == 'train-validation')]
+    assert len(test) == 3 and test['value'].mean() >= 66
+
+
 def test_every_row_is_named_by_its_configuration():
     paths = sorted((ROOT / 'results').rglob('*.json'))
     assert len(paths) > 0 and len({read_row(path)['run'] for path in paths}) == len(paths)
