@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['stages', 'subnetwork', 'prune_after_training']
 
-# %% ../nbs/15x_pruning.ipynb #65b5c074
+# %% ../nbs/15x_pruning.ipynb #07bc4cd3
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -16,19 +16,19 @@ from torch import Tensor
 from .configs import Training
 from .environments import Benchmark
 from .masks import Masked
-from .training import State, fit
+from .training import State, fit, load_checkpoint, new_state, save_checkpoint
 
-# %% ../nbs/15x_pruning.ipynb #b120fc1d
+# %% ../nbs/15x_pruning.ipynb #b016ed95
 def stages(config: Training) -> dict[int, Training]:
-    "The trainings of `config`'s three stages by number; no stage 2 when config.prune is 'magnitude'. ValueError for 'none'."
+    "The trainings of the stages by number; stage 2 only when config.prune is 'learned'. ValueError when it is 'none'."
     if config.prune == 'none' or config.keep is None:
         raise ValueError(f'prune: got {config.prune!r} with keep {config.keep}, takes learned or magnitude and a number')
     base = Training(**{f.name: getattr(config, f.name) for f in fields(Training)}).replace(prune='none')
-    found = {1: base.replace(keep=1.0, budget=(1.0, 1.0), sparsity=0.0)}
+    found = {1: base.replace(keep=1.0, budget=(1.0, 1.0), sparsity=0.0, eval_mask='expected')}
     if config.prune == 'learned':
         found[2] = base.replace(steps=config.mask_steps, keep=1.0, budget=(0.0, 0.0), lr=0.0, l2=0.0, anneal_step=0,
                                 rescale=False, schedule='constant')
-    found[3] = base.replace(budget=(0.0, 0.0), temperature=(1.0, 1.0), score_lr=0.0, sparsity=0.0)
+    found[3] = base.replace(budget=(0.0, 0.0), temperature=(1.0, 1.0), score_lr=0.0, sparsity=0.0, eval_mask='expected')
     return found
 
 # %% ../nbs/15x_pruning.ipynb #ac9c5ad8
@@ -47,27 +47,41 @@ def subnetwork(model: Masked, keep: float, by: str) -> Tensor:
     mask[order[:int(keep * len(order))]] = 1
     return mask
 
-# %% ../nbs/15x_pruning.ipynb #4f35bfd4
+# %% ../nbs/15x_pruning.ipynb #e06c5a5f
+def _start(model: Masked, config: Training, path: Path | None) -> dict[str, Tensor]:
+    "The module's state before training, as kept in `path` or as it is now; every s is 1."
+    with torch.no_grad():
+        model.s.fill_(1)
+    if path is not None and path.exists():
+        load_checkpoint(new_state(model, config), path)
+    elif path is not None and path.parent.is_dir():  # fit tells of a missing folder
+        save_checkpoint(new_state(model, config), path)
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
 def prune_after_training(model: Masked, benchmark: Benchmark, config: Training, device: str = 'auto',
                          checkpoint: str | Path | None = None, checkpoint_every: int = 100,
                          progress: bool | None = None) -> State:
     """Train `model` densely, prune it, train the subnetwork: modular risk minimisation. Arguments, errors as of `fit`.
 
-    checkpoint: its stages write <stem>.stage1.pt and so on beside it. History rows have 'stage' 1, 2 or 3 and steps
-    counted through. ValueError when config.prune is 'none' or the model has no mask."""
+    checkpoint: the stages write <stem>.stage0.pt and so on beside it, to be removed when done. History rows have
+    'stage' 1, 2 or 3 and steps counted through. ValueError when config.prune is 'none', when the model has no mask,
+    and when config.keep leaves no weight."""
     plan = stages(config)
     if not isinstance(model, Masked):
         raise ValueError(f'model: got a dense {type(model).__name__}, takes sparsify(model)')
-    start = {name: value.clone() for name, value in model.module.state_dict().items()}
+    subnetwork(model, config.keep, config.prune)  # refuses now, not after training
+    paths = {n: checkpoint and Path(checkpoint).with_suffix(f'.stage{n}.pt') for n in (0, *plan)}
+    start = _start(model, plan[1], paths[0])
     history, before = [], 0
     for number, stage in plan.items():
         if number == 3:
             with torch.no_grad():
                 model.s.copy_(subnetwork(model, config.keep, config.prune))
+            model.keep = model.s.mean(dtype=torch.float64).item()
             if config.rewind:
                 model.module.load_state_dict(start)
-        path = checkpoint and Path(checkpoint).with_suffix(f'.stage{number}.pt')
-        state = fit(model, benchmark, stage, device, path, checkpoint_every, progress)
+        state = fit(model, benchmark, stage, device, paths[number], checkpoint_every, progress)
         history += [{'stage': number, **row, 'step': before + row['step']} for row in state.history]
         before += stage.steps
     state.history = history

@@ -3,11 +3,12 @@ import pytest
 import torch
 
 import sparse_irm.pruning as pruning
-from sparse_irm.environments import colored_mnist
+from sparse_irm.environments import colored_mnist, from_arrays
 from sparse_irm.masks import sparsify
 from sparse_irm.metrics import RULES, select
 from sparse_irm.models import MLP
 from sparse_irm.pruning import prune_after_training, stages, subnetwork
+from sparse_irm.resnet import resnet18
 from sparse_irm.runs import execute, make_run
 from sparse_irm.sources import digits
 from sparse_irm.training import fit
@@ -50,12 +51,14 @@ def test_stage_one_is_the_dense_network(benchmark):
 
 
 @pytest.mark.parametrize('prune', ['learned', 'magnitude'])
-@pytest.mark.parametrize('keep', [0.5, 0.123, 1.0])
-def test_exactly_the_budget_is_kept(prune, keep, benchmark):
-    model, state = train(run_of(prune=prune, keep=keep), benchmark)
+@pytest.mark.parametrize('keep, eval_mask', [(0.5, 'sampled'), (0.1243, 'thresholded'), (1.0, 'sampled')])
+def test_exactly_the_budget_is_kept(prune, keep, eval_mask, benchmark):
+    model, state = train(run_of(prune=prune, keep=keep, eval_mask=eval_mask), benchmark)
     count = int(keep * model.s.numel())
     assert model.s.sum().item() == count and set(model.s.tolist()) <= {0.0, 1.0}
-    assert all(r['kept_fraction'] == pytest.approx(count / model.s.numel()) for r in state.history if r['stage'] == 3)
+    assert torch.equal(model.mask('thresholded'), model.s)   # also where keep * d would be rounded up
+    for stage, kept in (1, 1.0), (3, count / model.s.numel()):
+        assert all(r['kept_fraction'] == pytest.approx(kept) for r in state.history if r['stage'] == stage)
     assert (2 in {r['stage'] for r in state.history}) == (prune == 'learned')
 
 
@@ -68,6 +71,29 @@ def test_the_subnetwork_has_the_largest_probabilities_and_among_equals_the_large
     few, many = (subnetwork(model, keep, 'learned').bool() for keep in (0.2, 0.9))
     assert (few <= ones).all() and w[few].min() >= w[ones & ~few].max() and (ones <= many).all()
     assert torch.equal(subnetwork(model, 0.3, 'magnitude').bool(), w >= w.sort().values[-int(0.3 * len(w))])
+
+
+def test_weights_outside_the_subnetwork_do_not_matter(benchmark):
+    model, _ = train(run_of(keep=0.3), benchmark)
+    x, plain = benchmark.test[0].x[:20], model.harden()
+    assert sum((p == 0).sum() for p in plain.parameters() if p.ndim == 2) == (model.s == 0).sum()
+    before, outside = model(x), 1 - model.s.detach()
+    with torch.no_grad():
+        for name, noise in model.weights(100 * outside).items():
+            model.module.get_parameter(name).add_(noise)
+    assert torch.equal(model(x), before) and torch.equal(plain(x), before) and not torch.equal(model.module(x), before)
+
+
+def test_a_resnet_is_pruned_in_its_convolutions_and_rewound_with_its_batch_norms():
+    x, y = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1])
+    photographs = from_arrays('photographs', [(x, y, y)] * 2, [], [(x, y, 1 - y)], n_classes=2)
+    model = sparsify(resnet18(), 0.2, types=(torch.nn.Conv2d,))
+    start = [p.clone() for p in model.module.parameters()]
+    run = run_of(keep=0.2, steps=1, mask_steps=1, anneal_step=0, lr=0.0)
+    state = prune_after_training(model, photographs, run, 'cpu', progress=False)
+    assert [r['stage'] for r in state.history] == [1, 2, 3] and model.s.sum() == int(0.2 * model.s.numel())
+    assert all(map(torch.equal, start, model.module.parameters()))
+    assert {int(v) for k, v in model.module.state_dict().items() if k.endswith('num_batches_tracked')} == {1}
 
 
 @pytest.mark.parametrize('rewind', [True, False])
@@ -89,7 +115,8 @@ def test_the_weights_of_stage_two_are_frozen_and_those_of_stage_three_rewound(re
 
 
 @pytest.mark.parametrize('stop', [1, 2, 3])
-def test_an_interruption_in_any_stage_costs_nothing(stop, benchmark, tmp_path, monkeypatch):
+@pytest.mark.parametrize('model_of', [lambda half: half, lambda half: sparsify(MLP(128, 6))], ids=['same model', 'new model'])
+def test_an_interruption_in_any_stage_costs_nothing(stop, model_of, benchmark, tmp_path, monkeypatch):
     whole, state = train(run_of(), benchmark)
     calls = []
 
@@ -98,24 +125,25 @@ def test_an_interruption_in_any_stage_costs_nothing(stop, benchmark, tmp_path, m
 
     def cut(model, bench, stage, *args):
         calls.append(stage)
-        if len(calls) == stop:
-            left = iter(range(stage.steps // 2))
+        if len(calls) < stop:
+            return fit(model, bench, stage, *args)
+        left = iter(range(stage.steps // 2))
 
-            def stop_now(module, _):
-                if module.training and next(left, None) is None:
-                    raise Interrupted
+        def stop_now(module, _):
+            if module.training and next(left, None) is None:
+                raise Interrupted
 
-            (model.module if stage.budget[0] == 1 else model).register_forward_pre_hook(stop_now)
-        return fit(model, bench, stage, *args)
+        with (model.module if stage.budget[0] == 1 else model).register_forward_pre_hook(stop_now):
+            return fit(model, bench, stage, *args)
 
-    where = dict(checkpoint=tmp_path / 'a.pt', checkpoint_every=2)
+    half, where = sparsify(MLP(128, 6)), dict(progress=False, checkpoint=tmp_path / 'a.pt', checkpoint_every=2)
     with monkeypatch.context() as patch:
         patch.setattr(pruning, 'fit', cut)
         with pytest.raises(Interrupted):
-            train(run_of(), benchmark, **where)
-    model, again = train(run_of(), benchmark, **where)
+            prune_after_training(half, benchmark, run_of(), 'cpu', **where)
+    again = prune_after_training(model_of(half), benchmark, run_of(), 'cpu', **where)
     assert again.history == state.history
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), whole.state_dict().values(), strict=True))
+    assert all(map(torch.equal, again.model.state_dict().values(), whole.state_dict().values()))
 
 
 @pytest.mark.parametrize('method', ['MRM-ERM', 'MRM-IRMv1', 'MRM-REx'])
