@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# %% ../nbs/14_metrics.ipynb #dc21d609
+# %% ../nbs/14_metrics.ipynb #087ad364
 RULES = ('last', 'oracle', 'train-validation')
 
 
@@ -22,7 +22,8 @@ def select(history: Sequence[dict], rule: str, floor: float = 0.6) -> dict | Non
         raise ValueError(f'rule: got {rule!r}, takes one of {", ".join(RULES)}')
     if not history:
         raise ValueError('history: got no evaluations, takes at least one')
-    history = [r for r in history if r.get('stage') == history[-1].get('stage')]
+    if 'stage' in history[-1]:
+        history = [r for r in history if r.get('stage') == history[-1]['stage']]
     if rule == 'last':
         return history[-1]
     if rule == 'oracle':

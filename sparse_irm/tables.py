@@ -6,7 +6,8 @@
 __all__ = ['KEYS', 'METRICS', 'COLUMNS', 'PUBLISHED_SOURCES', 'read_rows', 'tidy', 'variant', 'aggregate', 'reported',
            'beside_paper', 'cell', 'cells']
 
-# %% ../nbs/21_tables.ipynb #82de687c
+# %% ../nbs/21_tables.ipynb #d1069545
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -41,7 +42,7 @@ def read_rows(folder: str | Path, experiment: str | None = None, damaged: list[s
             raise ValueError(f'row-files {first} and {path} tell different results of the same run; keep one of them')
     return [row for _, row in found.values() if experiment in (None, row['run'].experiment)]
 
-# %% ../nbs/21_tables.ipynb #d48fb6a0
+# %% ../nbs/21_tables.ipynb #dd696409
 KEYS = ('experiment', 'dataset', 'source', 'n_train', 'model', 'width', 'method')
 METRICS = ('test_accuracy', 'train_accuracy', 'held_out_accuracy')
 
@@ -64,6 +65,7 @@ def tidy(rows: Sequence[dict]) -> 'pandas.DataFrame':
     return pd.DataFrame(lines, columns=columns)
 
 
+@functools.cache
 def variant(run: Run) -> str:
     "All settings but the seed, as text: runs are averaged only when these agree."
     return repr(sorted((k, v) for k, v in vars(run).items() if k != 'seed'))
