@@ -102,10 +102,10 @@ def config_hash(config: Config) -> str:
     told = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/10_configs.ipynb #441869bd
+# %% ../nbs/10_configs.ipynb #ca296ead
 @dataclass(frozen=True)
-class Training(Config):
-    "How to train: every number the loop uses."
+class _Descent(Config):
+    "The first half of `Training`: how long, on what numbers, which objective, which optimiser."
     # length and numbers
     steps: int = number(1500, low=1)
     batch_size: int | None = number(None, low=1)  # examples a step over all environments; None: all of them
@@ -127,6 +127,11 @@ class Training(Config):
     lr: float = number(4e-4, low=0)
     momentum: float = number(0.9, low=0, high=1)  # sgd only
     schedule: str = choice('constant', 'cosine', 'step')
+
+# %% ../nbs/10_configs.ipynb #3e3ae66e
+@dataclass(frozen=True)
+class Training(_Descent):
+    "How to train: every number the loop uses."
     # mask
     keep: float | None = number(None, low=1e-6, high=1)  # kept fraction k_f; None: dense
     score_lr: float = number(6e-3, low=0)  # Adam, for the mask probabilities

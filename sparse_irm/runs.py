@@ -40,13 +40,13 @@ from .resnet import resnet18
 from .training import choose_device, fit, hide_bar
 from .workers import Workers, alone, cluster
 
-# %% ../nbs/22_runs.ipynb #a270f9b3
+# %% ../nbs/22_runs.ipynb #6b7fb9a9
 @functools.cache
 def _like(method: str) -> Training:
     "A Training with the switches of Meta-IRM and of pruning that the method stands for."
     return Training(**METHODS[method].get('meta', {}), **METHODS[method].get('prune', {}))
 
-
+# %% ../nbs/22_runs.ipynb #cf72bb92
 @dataclass(frozen=True)
 class Run(Training):
     "Everything that determines one result. ValueError when `method` and the fields it names disagree."
