@@ -7,7 +7,7 @@ from sparse_irm.environments import colored_mnist, from_arrays
 from sparse_irm.masks import sparsify
 from sparse_irm.metrics import RULES, select
 from sparse_irm.models import MLP
-from sparse_irm.pruning import prune_after_training, stages, subnetwork
+from sparse_irm.pruning import moved, prune_after_training, shape_and_colour, stages, subnetwork
 from sparse_irm.resnet import resnet18
 from sparse_irm.runs import execute, make_run
 from sparse_irm.sources import digits
@@ -151,6 +151,20 @@ def test_a_run_prunes_and_leaves_no_checkpoint(method, tmp_path):
     row = execute(run_of(method), tmp_path, device='cpu')
     assert row['history'][-1]['stage'] == 3 and not (tmp_path / 'checkpoints').exists()
     assert execute(run_of(method), tmp_path, device='cpu') == row
+
+
+def test_what_a_first_layer_learns_of_ink_is_on_the_shape_and_of_a_channel_on_both():
+    start, model = MLP(18, 4), sparsify(MLP(18, 4))
+    with torch.no_grad():
+        model.module[1].weight[0] += 1           # ink in both channels
+        model.module[1].weight[1, 9:] += 2       # ink in the green one only
+    w = moved(model, start, (2, 3, 3))
+    shape, colour = shape_and_colour(w).square().sum((2, 3, 4))    # [h], [h]
+    torch.testing.assert_close(shape, torch.tensor([18., 18, 0, 0]))
+    torch.testing.assert_close(colour, torch.tensor([0., 18, 0, 0]))
+    torch.testing.assert_close(shape_and_colour(w).sum(0), w)
+    with pytest.raises(ValueError, match=r'w: got shape \[4, 3, 3\], takes \[h, 2, ...\]'):
+        shape_and_colour(w[:, 0])
 
 
 def test_what_cannot_be_pruned_is_refused(benchmark):
