@@ -88,10 +88,10 @@ def prune_after_training(model: Masked, benchmark: Benchmark, config: Training, 
     state.history = history
     return state
 
-# %% ../nbs/16_pruning.ipynb #681826d4
+# %% ../nbs/16_pruning.ipynb #efb426b1
 @torch.no_grad()
 def moved(model: nn.Module, start: nn.Module, shape: Sequence[int]) -> Tensor:
-    """What training added to a perceptron's first weights, whether masked or not: [h, *shape] on the CPU.
+    """What training added to a perceptron's first weights, before any mask: [h, *shape] on the CPU.
 
     start: the network before training. shape: of one example, such as (2, 14, 14)."""
     after, before = (next(p for p in net.parameters() if p.ndim == 2).cpu() for net in (model, start))
