@@ -9,7 +9,7 @@ from sparse_irm.metrics import RULES, select
 from sparse_irm.models import MLP
 from sparse_irm.pruning import moved, prune_after_training, shape_and_colour, stages, subnetwork
 from sparse_irm.resnet import resnet18
-from sparse_irm.runs import execute, make_run
+from sparse_irm.runs import make_run
 from sparse_irm.sources import digits
 from sparse_irm.training import fit
 
@@ -144,13 +144,6 @@ def test_an_interruption_in_any_stage_costs_nothing(stop, model_of, benchmark, t
     again = prune_after_training(model_of(half), benchmark, run_of(), 'cpu', **where)
     assert again.history == state.history
     assert all(map(torch.equal, again.model.state_dict().values(), whole.state_dict().values()))
-
-
-@pytest.mark.parametrize('method', ['MRM-ERM', 'MRM-IRMv1', 'MRM-REx'])
-def test_a_run_prunes_and_leaves_no_checkpoint(method, tmp_path):
-    row = execute(run_of(method), tmp_path, device='cpu')
-    assert row['history'][-1]['stage'] == 3 and not (tmp_path / 'checkpoints').exists()
-    assert execute(run_of(method), tmp_path, device='cpu') == row
 
 
 def test_what_a_first_layer_learns_of_ink_is_on_the_shape_and_of_a_channel_on_both():
