@@ -1,4 +1,4 @@
-"""Every method trains on every benchmark: logits in shape, a history complete and finite, interruptions without a trace."""
+"""Every method trains on every benchmark: logits in shape, a complete finite history, interruptions without a trace."""
 import copy
 import functools
 import math
