@@ -42,7 +42,7 @@ def read_rows(folder: str | Path, experiment: str | None = None, damaged: list[s
             raise ValueError(f'row-files {first} and {path} tell different results of the same run; keep one of them')
     return [row for _, row in found.values() if experiment in (None, row['run'].experiment)]
 
-# %% ../nbs/23_tables.ipynb #dd696409
+# %% ../nbs/23_tables.ipynb #8916331d
 KEYS = ('experiment', 'dataset', 'source', 'n_train', 'model', 'width', 'method')
 METRICS = ('test_accuracy', 'train_accuracy', 'held_out_accuracy')
 
@@ -51,18 +51,15 @@ def tidy(rows: Sequence[dict]) -> 'pandas.DataFrame':
     "One line per run, selection rule and metric: KEYS, seed, variant, selection, metric, value (percent), step."
     import pandas as pd
 
-    lines = []
+    columns, lines = [*KEYS, 'seed', 'variant', 'selection', 'metric', 'step', 'value'], []
     for row in rows:
         run: Run = row['run']
-        keys = {k: getattr(run, k) for k in KEYS} | {'seed': run.seed, 'variant': variant(run)}
+        keys = (*(getattr(run, k) for k in KEYS), run.seed, variant(run))
+        metrics = [metric for metric in METRICS if metric in row['history'][0]]
         for rule in RULES:
             chosen = select(row['history'], rule) or {}
-            for metric in METRICS:
-                if metric in row['history'][0]:
-                    lines.append(keys | {'selection': rule, 'metric': metric, 'step': chosen.get('step'),
-                                         'value': 100 * chosen.get(metric, math.nan)})
-    columns = [*KEYS, 'seed', 'variant', 'selection', 'metric', 'step', 'value']
-    return pd.DataFrame(lines, columns=columns)
+            lines += [(*keys, rule, metric, chosen.get('step'), 100 * chosen.get(metric, math.nan)) for metric in metrics]
+    return pd.DataFrame(dict(zip(columns, zip(*lines))), columns=columns)  # by column: half the time of by line
 
 
 @functools.cache

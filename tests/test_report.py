@@ -73,6 +73,19 @@ def test_published_numbers_stand_beside_the_same_task_only(parts):
         assert 'No published number' in ' '.join(other.sentences)
 
 
+def test_a_network_without_width_has_a_section_of_its_own():
+    small = [row('IRMv1', 160, 0, dataset='CIFARMNIST', model='MLP', source='cifar10')]
+    large = [row(method, None, seed, 0.5 + seed / 100, dataset='CIFARMNIST', source='cifar10-jpeg' if method == 'REx' else 'cifar10')
+             for method in ('ERM', 'IRMv1', 'REx') for seed in range(3)]
+    mlp, resnet, compressed = sections(large + small)
+    assert 'ResNet18' in resnet.title and 'ResNet18' not in mlp.title and mlp.index['widths'] == '160'
+    assert resnet.index['runs'] == '6/6' and 'width' not in ' '.join(table_of(resnet, 'Claims')['claim'])
+    paper = table_of(resnet, 'Beside the paper').set_index('selection').loc['last']
+    assert paper[['method', 'width', 'ours', 'published']].tolist() == ['IRMv1', '–', '51.0 ± 1.0', '51.3']
+    assert table_of(compressed, 'Beside the paper')['published'].tolist() == ['50.1'] * 3
+    assert not any(table.caption.startswith('Beside') for table in mlp.tables)
+
+
 def test_claims_are_tested_with_intervals(parts):
     claims = table_of(parts[0], 'Claims').set_index(['selection', 'claim'])
     falls = claims.loc[('last', 'IRMv1 is better at width 160 than at 640')]
