@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['MIN_AREA', 'BLOCK', 'json_records', 'Outline', 'find_objects', 'draw', 'cut_out', 'coco_objects']
 
-# %% ../nbs/04_coco_objects.ipynb #592d703e
+# %% ../nbs/04_coco_objects.ipynb #c79ab20d
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 
 from .colored_object import COCO_COUNTS, COCO_LABELS, Objects, check_counts
 from .environments import _check_whole
-from .sources import _read_picture, data_root
+from .sources import _read_picture, data_root, write_whole
 
 # %% ../nbs/04_coco_objects.ipynb #a13f2a5f
 class _Window:
@@ -155,21 +154,8 @@ def cut_out(photographs: Path, o: Outline, size: int) -> np.ndarray:
     picture, mask = (np.array(Image.fromarray(layer).resize((size, size), Image.BILINEAR)) for layer in layers)
     return np.concatenate([picture.transpose(2, 0, 1), mask[None]])
 
-# %% ../nbs/04_coco_objects.ipynb #cf9b2cb8
+# %% ../nbs/04_coco_objects.ipynb #b69531a5
 BLOCK = 256  # objects
-
-
-def _write(path: Path, write: Callable) -> None:
-    "Call write(file) on a new file that takes the place of `path` once it is complete."
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _cut_blocks(photographs: Path, outlines: list[Outline], plan: bytes, size: int, part: Path) -> list[Path]:
@@ -179,19 +165,19 @@ def _cut_blocks(photographs: Path, outlines: list[Outline], plan: bytes, size: i
     if not (part / "plan.json").is_file() or (part / "plan.json").read_bytes() != plan:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        _write(part / "plan.json", lambda file: file.write(plan))
+        write_whole(part / "plan.json", lambda file: file.write(plan))
     paths = []
     with tqdm(total=len(outlines), desc="cutting objects out of COCO", unit="object") as bar:
         for start in range(0, len(outlines), BLOCK):
             block, path = outlines[start : start + BLOCK], part / f"{start:06}.npy"
             if not path.is_file():
                 pixels = np.stack([cut_out(photographs, o, size) for o in block])  # [b, 4, size, size]
-                _write(path, lambda file: np.save(file, pixels))
+                write_whole(path, lambda file: np.save(file, pixels))
             paths.append(path)
             bar.update(len(block))
     return paths
 
-# %% ../nbs/04_coco_objects.ipynb #bef2aa51
+# %% ../nbs/04_coco_objects.ipynb #064904e8
 def _build(file: Path, annotations: Path, photographs: Path, counts: Mapping, size: int) -> None:
     "Write `file` [n, 4, size, size] and its JSON; errors as of `coco_objects`."
     _pycocotools_mask()
@@ -216,9 +202,9 @@ def _build(file: Path, annotations: Path, photographs: Path, counts: Mapping, si
         for path in blocks:
             out.write(np.load(path).tobytes())
 
-    _write(file, join)
+    write_whole(file, join)
     about["sha256"] = _checksum(file)
-    _write(file.with_suffix(".json"), lambda out: out.write(json.dumps(about).encode()))
+    write_whole(file.with_suffix(".json"), lambda out: out.write(json.dumps(about).encode()))
     shutil.rmtree(part)
 
 

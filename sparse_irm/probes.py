@@ -6,12 +6,10 @@
 __all__ = ['features', 'Probe', 'standardized', 'probe', 'probe_model', 'change_between', 'flip_ratio', 'show_flips',
            'remembered']
 
-# %% ../nbs/17_probes.ipynb #08c2bce0
+# %% ../nbs/17_probes.ipynb #74f445ed
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from .masks import Masked
 from .methods import check_name
 from .metrics import Summary, summary
 from .resnet import evaluating
+from .sources import write_whole
 
 # %% ../nbs/17_probes.ipynb #c8d4823a
 def _tap(inner: nn.Module, layer: str | None) -> tuple[nn.Module, bool]:
@@ -170,9 +169,9 @@ def show_flips(changes: Mapping[str, Tensor], between: Mapping[str, float]):
         figure.colorbar(shown, ax=list(row), extend='max')
     return figure
 
-# %% ../nbs/17_probes.ipynb #25c5a1f1
+# %% ../nbs/17_probes.ipynb #bd6af1a8
 def remembered(path: str | Path, compute: Callable[[], dict]) -> dict:
-    "The JSON object in the file `path`; when missing, `compute()`, written there atomically. ValueError names a damaged file."
+    "The JSON object in the file `path`; when missing, `compute()`, written there whole. ValueError names a damaged file."
     path = Path(path)
     if path.exists():
         try:
@@ -181,11 +180,5 @@ def remembered(path: str | Path, compute: Callable[[], dict]) -> dict:
             raise ValueError(f'result file {path} is damaged ({error}); delete it to repeat the work') from None
     text = json.dumps(compute(), allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-    try:
-        partial.write_text(text + '\n')
-        os.replace(partial, path)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+    write_whole(path, lambda file: file.write(f'{text}\n'.encode()))
     return json.loads(text)

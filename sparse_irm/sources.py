@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['IDX_FILES', 'CIFAR10_PAIR', 'CIFAR10_FOLDERS', 'CIFAR10_COUNTS', 'Images', 'digits', 'photographs', 'data_root',
-           'check_idx', 'mnist', 'fashion_mnist', 'cifar10', 'cifar10_folder', 'load']
+           'check_idx', 'mnist', 'fashion_mnist', 'cifar10', 'cifar10_folder', 'load', 'write_whole']
 
-# %% ../nbs/00_sources.ipynb #be93c64f
+# %% ../nbs/00_sources.ipynb #0caae1b9
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -213,3 +215,17 @@ def load(name: str, root: str | Path | None = None, download: bool = False) -> I
     if name in CIFAR10_FOLDERS:
         return cifar10_folder(name, root)
     raise ValueError(f"name must be one of {', '.join([*stored, *CIFAR10_FOLDERS, *embedded])}, got {name!r}")
+
+# %% ../nbs/00_sources.ipynb #ea6c3492
+def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
+    "Call write(file) on a new binary file, which takes the place of `path` once it is complete; on an error it is removed."
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -8,13 +8,11 @@ __all__ = ['BLOCK', 'PARTS', 'stream', 'State', 'dense', 'new_state', 'batch_row
            'penalised_risk', 'train_step', 'predict', 'accuracy', 'measure', 'evaluate', 'save_checkpoint',
            'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
 
-# %% ../nbs/12_training.ipynb #16094b84
+# %% ../nbs/12_training.ipynb #0e2b9407
 import hashlib
 import math
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +25,8 @@ from .masks import Masked, mask_entropy, noise, relaxed_mask, straight_through, 
 from .meta_irm import meta_loss
 from .penalties import draw_scales, irmv1, objective, rex, risks_and_penalty, risk, task_of
 from .projection import kept_fraction, project_
-from .resnet import evaluating
+from .resnet import NORMS, evaluating
+from .sources import write_whole
 
 # %% ../nbs/12_training.ipynb #ba44b1a6
 def stream(seed: int, purpose: str, step: int, device: torch.device | str = 'cpu') -> torch.Generator:
@@ -35,7 +34,7 @@ def stream(seed: int, purpose: str, step: int, device: torch.device | str = 'cpu
     digest = hashlib.blake2b(f'{seed}/{purpose}/{step}'.encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
 
-# %% ../nbs/12_training.ipynb #235413d7
+# %% ../nbs/12_training.ipynb #a7b89024
 @dataclass
 class State:
     "Everything that changes while a model trains; `history` holds one flat dict per evaluation."
@@ -53,12 +52,15 @@ def dense(model: nn.Module) -> nn.Module:
 
 
 def new_state(model: nn.Module, config: Training) -> State:
-    "A state at step 0. ValueError when config.keep and the model disagree about having a mask, and for pruning."
+    "A state at step 0. ValueError when config.keep and the model disagree about having a mask, and for what fit cannot do."
     if (config.keep is not None) != isinstance(model, Masked):
         raise ValueError(f'keep: got {config.keep} for a {"masked" if isinstance(model, Masked) else "dense"} model, '
                          'takes a number with sparsify(model) and None with a dense one')
     if config.prune != 'none':
         raise ValueError(f'prune: got {config.prune!r}, takes none here; prune_after_training trains it in stages')
+    if config.meta_lr is not None and any(isinstance(part, NORMS) for part in model.modules()):
+        raise ValueError(f'meta_lr: got {config.meta_lr} for a network with batch norm, takes None there: an inner step '
+                         'has no running statistics')
     parameters = list(dense(model).parameters())
     fused = parameters[0].device.type in ('cpu', 'cuda')
     if config.optimizer == 'adam':
@@ -257,7 +259,7 @@ def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> 
                 row[f'{role}_objective'] = meta_loss(state.model, x, y, sizes, task, c, full_weight(c)).item()
     return row
 
-# %% ../nbs/12_training.ipynb #63627cda
+# %% ../nbs/12_training.ipynb #920fbd27
 PARTS = ('config', 'model', 'weights', 'scores', 'step', 'history')
 
 
@@ -267,13 +269,7 @@ def save_checkpoint(state: State, path: str | Path) -> None:
     scores = state.scores.state_dict() if state.scores is not None else None
     parts = dict(zip(PARTS, (state.config.to_dict(), state.model.state_dict(), state.weights.state_dict(), scores,
                              state.step, state.history), strict=True))
-    partial = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-    try:
-        torch.save(parts, partial)
-        os.replace(partial, path)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+    write_whole(path, lambda file: torch.save(parts, file))
 
 
 def load_checkpoint(state: State, path: str | Path) -> State:

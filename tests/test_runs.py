@@ -19,9 +19,10 @@ from sparse_irm.configs import PAPER_TEXT, config_hash
 from sparse_irm.methods import METHODS, method_settings
 from sparse_irm.metrics import RULES, select
 from sparse_irm.datasets import DATASETS
-from sparse_irm.runs import (Run, RunsFailed, build, execute, execute_all, make_run, read_row, row_path,
-                             unfinished, write_row)
+from sparse_irm.runs import (Run, RunsFailed, build, execute, execute_all, make_run, model_path, read_row, row_path,
+                             trained, unfinished, write_row)
 from sparse_irm.tables import COLUMNS, aggregate, beside_paper, read_rows, reported, tidy
+from sparse_irm.training import accuracy, predict, stream
 from sparse_irm.workers import Workers
 
 TINY = dict(n_train=240, n_held_out=100, width=6, steps=20, anneal_step=5, evaluate_every=5)
@@ -270,6 +271,31 @@ def test_a_full_disk_leaves_no_row_and_no_temporary_file(broken, tmp_path, monke
     assert lie(tmp_path) == []
     write_row(row_path(tiny(), tmp_path), tiny(), [{'step': 1}], {})
     assert lie(tmp_path) == [f'{config_hash(tiny())}.json']
+
+
+def test_a_network_is_kept_and_built_again(tmp_path):
+    grid, models = [tiny('SparseIRM-IRMv1'), tiny('MRM-ERM', mask_steps=10)], tmp_path / 'models'
+    rows = execute_all(grid, tmp_path, device='cpu', models=models)
+    assert unfinished(grid, tmp_path, models) == []
+    for run, row in zip(grid, rows):
+        model, benchmark = trained(run, models)
+        mask = model.mask('expected' if run.prune != 'none' else run.eval_mask, stream(run.seed, 'evaluation', run.steps))
+        logits = predict(model, benchmark.test[0].x, run, mask)
+        assert accuracy(logits, benchmark.test[0].y, 'binary') == pytest.approx(row['history'][-1]['test_accuracy'], abs=1e-5)
+        assert mask.mean().item() == pytest.approx(row['history'][-1]['kept_fraction'], abs=1e-5)
+
+
+def test_a_row_without_its_network_is_not_finished(tmp_path):
+    run, models = tiny(), tmp_path / 'models'
+    row = do(run, tmp_path)
+    assert unfinished([run], tmp_path) == [] and unfinished([run], tmp_path, models) == [run]
+    with pytest.raises(FileNotFoundError, match='models: .* has no network of ERM'):
+        trained(run, models)
+    assert numbers(execute(run, tmp_path, device='cpu', models=models)) == numbers(row)
+    assert unfinished([run], tmp_path, models) == []
+    model_path(run, models).write_bytes(b'half')
+    with pytest.raises(ValueError, match='models: .* is damaged'):
+        trained(run, models)
 
 
 def test_divergence_in_the_last_step_is_a_failure_of_the_run(tmp_path):

@@ -199,7 +199,7 @@ def test_a_failing_write_keeps_the_old_checkpoint(broken, benchmark, tmp_path, m
 
     def full(parts, to, *rest):
         if broken == 'torch.save':
-            to.write_bytes(b'half')
+            to.write(b'half')
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(*{'torch.save': (torch, 'save'), 'os.replace': (os, 'replace')}[broken], full)
     with pytest.raises(OSError, match='No space'):
