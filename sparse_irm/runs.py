@@ -109,7 +109,7 @@ def build(run: Run, root: str | Path | None = None) -> tuple[nn.Module, Benchmar
         model, masked = MLP(benchmark.train[0].x[0].numel(), run.width, benchmark.n_classes, run.seed), (nn.Linear,)
     return model if run.keep is None else sparsify(model, run.keep, types=masked), benchmark
 
-# %% ../nbs/22_runs.ipynb #c1f53854
+# %% ../nbs/22_runs.ipynb #4889c1fe
 def _commit() -> str | None:
     "The commit of the working tree the package runs from; None for an installed package."
     with suppress(OSError, subprocess.SubprocessError):
@@ -133,8 +133,7 @@ def write_row(path: Path, run: Run, history: Sequence[dict], origin: dict) -> No
     try:
         text = json.dumps(row, allow_nan=False)
     except ValueError:
-        raise FloatingPointError('a number in the history is not finite: training diverged. '
-                                 'Lower lr or penalty_weight.') from None
+        raise FloatingPointError('training diverged: a number is not finite. Lower lr or penalty_weight.') from None
     write_whole(path, lambda file: file.write(f'{text}\n'.encode()))
 
 # %% ../nbs/22_runs.ipynb #084e7f81
@@ -251,7 +250,7 @@ def execute(run: Run, folder: str | Path, root: str | Path | None = None, device
             checkpoint.parent.rmdir()  # only when empty
     return read_row(path)
 
-# %% ../nbs/22_runs.ipynb #1c99adc8
+# %% ../nbs/22_runs.ipynb #0c556e65
 def trained(run: Run, models: str | Path, root: str | Path | None = None) -> tuple[nn.Module, Benchmark]:
     "As `build`, with the weights kept in the folder `models`. FileNotFoundError without, ValueError naming a damaged file."
     path = model_path(run, models)
@@ -262,6 +261,8 @@ def trained(run: Run, models: str | Path, root: str | Path | None = None) -> tup
         model.load_state_dict(torch.load(path, map_location='cpu', weights_only=True))
     except Exception as error:
         raise ValueError(f'models: {path} is damaged ({type(error).__name__}); delete it to repeat the run') from None
+    if run.prune != 'none':
+        model.keep = model.s.mean(dtype=torch.float64).item()  # as pruning left it
     return model, benchmark
 
 # %% ../nbs/22_runs.ipynb #05a6766c
@@ -353,7 +354,7 @@ def _pool(stack: ExitStack, runs: int, device: str, workers: int, timeout: float
         return stack.enter_context(Workers(workers, timeout, pin=device in ('auto', 'cuda')))
     return None
 
-# %% ../nbs/22_runs.ipynb #6d52fb10
+# %% ../nbs/22_runs.ipynb #ab19d200
 def execute_all(runs: Iterable[Run], folder: str | Path, root: str | Path | None = None, device: str = 'auto',
                 workers: int = 1, executor: Executor | None = None, progress: bool | None = None,
                 timeout: float | None = None, scheduler: str | None = None, models: str | Path | None = None) -> list[dict]:
@@ -380,9 +381,8 @@ def execute_all(runs: Iterable[Run], folder: str | Path, root: str | Path | None
         except KeyboardInterrupt:
             if isinstance(pool, Workers):
                 pool.kill()
-            saved = len(runs) - len(unfinished(runs, folder, models))
-            raise KeyboardInterrupt(f'{saved} of {len(runs)} runs are saved in {folder}; the same call does the others, '
-                                    'from their checkpoints') from None
+            saved = f'{len(runs) - len(unfinished(runs, folder, models))} of {len(runs)}'
+            raise KeyboardInterrupt(f'{saved} runs are saved in {folder}; the same call continues the others') from None
     return _rows(runs, folder, failures)
 
 # %% ../nbs/22_runs.ipynb #bcfc66b7

@@ -279,7 +279,7 @@ def test_a_network_is_kept_and_built_again(tmp_path):
     assert unfinished(grid, tmp_path, models) == []
     for run, row in zip(grid, rows):
         model, benchmark = trained(run, models)
-        mask = model.mask('expected' if run.prune != 'none' else run.eval_mask, stream(run.seed, 'evaluation', run.steps))
+        mask = model.mask('thresholded' if run.prune != 'none' else run.eval_mask, stream(run.seed, 'evaluation', run.steps))
         logits = predict(model, benchmark.test[0].x, run, mask)
         assert accuracy(logits, benchmark.test[0].y, 'binary') == pytest.approx(row['history'][-1]['test_accuracy'], abs=1e-5)
         assert mask.mean().item() == pytest.approx(row['history'][-1]['kept_fraction'], abs=1e-5)
