@@ -173,22 +173,23 @@ def longtable(caption: str, frame: 'pandas.DataFrame') -> str:
                         'caption': caption.translate(TEX), 'head': head, 'width': len(frame.columns),
                         'body': '\n'.join(rf'{line} \\' for line in body)}
 
-# %% ../nbs/26_report.ipynb #883aacce
+# %% ../nbs/26_report.ipynb #d15348b6
 def all_rows(rows: Sequence[dict]) -> 'pandas.DataFrame':
     "One line per run and rule: hash, the fields of Run, selection, step, METRICS (percent), provenance."
     import pandas as pd
 
     lines = []
     for row in rows:
-        run, names = row['run'], [m for m in METRICS if m in row['history'][0]]
-        values = {name: getattr(run, name) for name in FIELDS}
-        plain = {'hash': config_hash(run)} | {k: str(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        values = [getattr(row['run'], name) for name in FIELDS]
+        plain = (config_hash(row['run']), *[str(v) if isinstance(v, tuple) else v for v in values])
         for rule in RULES:
-            chosen = select(row['history'], rule)
-            told = {'step_chosen': chosen['step'], **{m: 100 * chosen[m] for m in names}} if chosen else {}
-            blank = {'selection': rule, 'step_chosen': None, **dict.fromkeys(METRICS)}
-            lines.append({**plain, **blank, **told, **row['provenance']})
-    return pd.DataFrame(lines).astype({'step_chosen': 'Int64', **dict.fromkeys(METRICS, float)})
+            chosen = select(row['history'], rule) or {}
+            accuracies = [100 * chosen[m] if m in chosen else None for m in METRICS]
+            lines.append((*plain, rule, chosen.get('step'), *accuracies))
+    columns = ['hash', *FIELDS, 'selection', 'step_chosen', *METRICS]
+    origin = pd.DataFrame([row['provenance'] for row in rows for _ in RULES])
+    table = pd.DataFrame(dict(zip(columns, zip(*lines)))).join(origin)
+    return table.astype({'step_chosen': 'Int64', **dict.fromkeys(METRICS, float)})
 
 # %% ../nbs/26_report.ipynb #035ea3f2
 FORMATS = ('html', 'md', 'tex', 'csv', 'parquet')

@@ -51,13 +51,15 @@ def settings_told(runs: Sequence[Run]) -> dict[Run, str]:
         names.setdefault(method, {}).update(dict.fromkeys(differing(group)))
     return {run: ', '.join(f'{name}={getattr(run, name)}' for name in names[run.method]) for run in runs}
 
-# %% ../nbs/25_sections.ipynb #7ae2a28e
+# %% ../nbs/25_sections.ipynb #ec9b7bbd
 def labelled(rows: Sequence[dict]) -> 'pandas.DataFrame':
     "`tables.tidy` of one block's rows with two more columns, told, as above, and label, the method with it; width 0 for none."
-    frame = tidy(rows)
-    texts = {variant(run): text for run, text in settings_told([row['run'] for row in rows]).items()}
-    told = frame['variant'].map(texts)
-    return frame.assign(width=frame['width'].fillna(0).astype(int), told=told, label=frame['method'] + told.where(told == '', ' (' + told + ')'))
+    frame, texts, labels = tidy(rows), {}, {}
+    for run, told in settings_told([row['run'] for row in rows]).items():
+        texts[variant(run)] = told
+        labels[variant(run)] = f'{run.method} ({told})' if told else run.method
+    return frame.assign(width=frame['width'].fillna(0).astype(int), told=frame['variant'].map(texts),
+                        label=frame['variant'].map(labels))
 
 # %% ../nbs/25_sections.ipynb #44520366
 CELL = ('label', 'width')

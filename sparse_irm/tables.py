@@ -6,8 +6,9 @@
 __all__ = ['KEYS', 'METRICS', 'COLUMNS', 'PUBLISHED_SOURCES', 'read_rows', 'tidy', 'variant', 'aggregate', 'reported',
            'beside_paper', 'cell', 'cells']
 
-# %% ../nbs/23_tables.ipynb #d1069545
+# %% ../nbs/23_tables.ipynb #08cdbbae
 import functools
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -42,7 +43,7 @@ def read_rows(folder: str | Path, experiment: str | None = None, damaged: list[s
             raise ValueError(f'row-files {first} and {path} tell different results of the same run; keep one of them')
     return [row for _, row in found.values() if experiment in (None, row['run'].experiment)]
 
-# %% ../nbs/23_tables.ipynb #8916331d
+# %% ../nbs/23_tables.ipynb #1321529a
 KEYS = ('experiment', 'dataset', 'source', 'n_train', 'model', 'width', 'method')
 METRICS = ('test_accuracy', 'train_accuracy', 'held_out_accuracy')
 
@@ -64,8 +65,9 @@ def tidy(rows: Sequence[dict]) -> 'pandas.DataFrame':
 
 @functools.cache
 def variant(run: Run) -> str:
-    "All settings but the seed, as text: runs are averaged only when these agree."
-    return repr(sorted((k, v) for k, v in vars(run).items() if k != 'seed'))
+    "A hash of all settings but the seed: runs are averaged only when these agree."
+    settings = repr(sorted((k, v) for k, v in vars(run).items() if k != 'seed'))
+    return hashlib.sha256(settings.encode()).hexdigest()[:12]
 
 # %% ../nbs/23_tables.ipynb #8f03abdb
 COLUMNS = (*KEYS, 'selection', 'metric', 'mean', 'std', 'seeds')
