@@ -2,6 +2,7 @@
 import contextlib
 import csv
 import io
+import subprocess
 import sys
 
 import pytest
@@ -173,6 +174,12 @@ def test_rows_of_an_empty_or_damaged_folder(tmp_path):
     (tmp_path / 'results' / 'notes.json').write_text('{"a": 1}')
     status, said, complained = call('rows')
     assert status == 2 and said == '' and len(complained) == 1 and 'results/notes.json is damaged' in complained[0]
+
+
+def test_the_module_is_the_command(tmp_path):
+    done = subprocess.run([sys.executable, '-m', 'sparse_irm.cli', 'rows', 'nowhere'], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ''
+    assert done.stderr == 'sparse-irm: folder: there is no folder nowhere\n'
 
 
 @pytest.mark.parametrize('error, status, told', [
