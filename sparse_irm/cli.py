@@ -80,7 +80,7 @@ def settle(path: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
                 break
     return names
 
-# %% ../nbs/28_cli.ipynb #910c3002
+# %% ../nbs/28_cli.ipynb #00b66563
 def check_start(settled: Mapping[str, Any], dry_run: bool = False) -> None:
     "ValueError or FileNotFoundError when a settled notebook cannot be started here as its parameters say."
     from sparse_irm.runs import check_workers, unfinished
@@ -99,7 +99,7 @@ def check_start(settled: Mapping[str, Any], dry_run: bool = False) -> None:
             return
     grid = [] if dry_run else grid_of(settled)
     if grid:
-        for source in sorted({run.source for run in unfinished(grid, settled['rows_folder'])}):
+        for source in sorted({run.source for run in unfinished(grid, settled['rows_folder'], settled.get('models'))}):
             load(source, root)
 
 
@@ -108,7 +108,7 @@ def grid_of(settled: Mapping[str, Any]) -> list[Any]:
     grid = settled['grid'] if {'grid', 'rows_folder'} <= settled.keys() else ()
     return list(dict.fromkeys(grid.values() if isinstance(grid, dict) else grid))
 
-# %% ../nbs/28_cli.ipynb #1294b707
+# %% ../nbs/28_cli.ipynb #827de4b8
 def seconds_before(todo: Sequence[Any], rows: Sequence[Mapping], kind: str) -> list[float | None]:
     "For each run the mean seconds of the rows that differ from it at most in the seed, made on a device of that kind."
     known: dict[Any, list[float]] = {}
@@ -129,7 +129,8 @@ def plan(name: str, settled: Mapping[str, Any]) -> str:
     if not grid:
         return f'{name}: no runs that are known beforehand'
     folder = settled['rows_folder']
-    todo, device, workers = unfinished(grid, folder), choose_device(settled['device']), settled['workers']
+    todo = unfinished(grid, folder, settled.get('models'))
+    device, workers = choose_device(settled['device']), settled['workers']
     told = f'{name}: {len(grid)} runs, {len(grid) - len(todo)} exist in {folder}, {len(todo)} to do'
     if not todo:
         return told
