@@ -1,6 +1,6 @@
 """What one GPU has to show, in one script of at most eight minutes; JSON out.
 
-    python benchmarks/gpu_check.py [--device auto] [--out gpu_check.json] [--tiny]
+    python benchmarks/gpu_check.py [--device auto] [--out gpu_check.json] [--minutes 8] [--tiny]
 
     smoke            the width experiment's smoke grid on the embedded digits, trained on the device
     losses           the first steps of a run on the processor and on the device in float32: the largest relative difference
@@ -8,7 +8,8 @@
     paper cell       the seconds of one whole run of the paper preset: width, steps and evaluations as published
 
 Random numbers stand in for images where only time and memory are asked for. A part that fails is told by name, and the others
-are done. `--tiny` is for a processor: small sizes and few steps.
+are done. Once `--minutes` are over no further part begins; those left out are told by name. `--tiny` is for a processor: small
+sizes and few steps.
 """
 import argparse
 import json
@@ -141,6 +142,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', default='auto')
     parser.add_argument('--out', type=Path, default=Path('gpu_check.json'))
+    parser.add_argument('--minutes', type=float, default=8.0, help='no part begins after these')
     parser.add_argument('--tiny', action='store_true')
     args = parser.parse_args()
     torch.set_flush_denormal(True)
@@ -148,9 +150,16 @@ def main():
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.machine()
     parts = {'smoke': smoke, 'losses': losses, 'speed MLP': lambda *a: speed('MLP', *a),
              'speed ResNet-18': lambda *a: speed('ResNet-18', *a), 'paper cell': paper_cell}
-    told = {'device': f'{device.type} {name}', 'torch': torch.__version__, 'sizes': size, 'failed': {}, 'seconds': {}}
+    told = {'device': f'{device.type} {name}', 'torch': torch.__version__, 'sizes': size, 'failed': {}, 'skipped': [],
+            'seconds': {}}
+    start = time.perf_counter()
     for part, work in parts.items():
         begin = time.perf_counter()
+        if begin - start > 60 * args.minutes:
+            told['skipped'].append(part)
+            args.out.write_text(json.dumps(told, indent=1) + '\n')
+            print(f'{part}: skipped, {args.minutes:g} minutes are over', flush=True)
+            continue
         try:
             told[part] = work(device, size)
         except Exception as error:  # the other parts are still worth their time
@@ -158,7 +167,7 @@ def main():
         told['seconds'][part] = round(time.perf_counter() - begin, 1)
         args.out.write_text(json.dumps(told, indent=1) + '\n')
         print(f'{part}: {told["seconds"][part]} s', told['failed'].get(part, ''), flush=True)
-    return bool(told['failed'])
+    return bool(told['failed'] or told['skipped'])
 
 
 if __name__ == '__main__':
