@@ -144,7 +144,7 @@ def plan(name: str, settled: Mapping[str, Any]) -> str:
     unknown = f'{len(todo) - len(known)} without an earlier row like them' if len(known) < len(todo) else ''
     return f'{told}; ' + ', '.join(part for part in (about if known else '', unknown) if part)
 
-# %% ../nbs/28_cli.ipynb #81d75838
+# %% ../nbs/28_cli.ipynb #3efe6a98
 def reproduce(path: Path, parameters: Mapping[str, Any], out: Path, quiet: bool = False) -> Path:
     "Run the notebook at `path` into the folder `out`; the executed notebook. RuntimeError in one piece when it fails."
     try:
@@ -158,8 +158,9 @@ def reproduce(path: Path, parameters: Mapping[str, Any], out: Path, quiet: bool 
         papermill.execute_notebook(str(path), str(executed), {**parameters, 'out': str(out.resolve())},
                                    kernel_name='python3', progress_bar=False, stderr_file=bars)
     except KeyboardInterrupt:
-        saved = len(list((out / 'rows').glob('*.json')))
-        raise KeyboardInterrupt(f'{saved} finished runs are saved in {out / "rows"}, unfinished ones have checkpoints; '
+        rows = Path(str(parameters.get('rows_in') or out / 'rows'))
+        saved = len(list(rows.glob('*.json')))
+        raise KeyboardInterrupt(f'{saved} finished runs are saved in {rows}, unfinished ones have checkpoints; '
                                 'the same command continues') from None
     except papermill.PapermillExecutionError as error:
         raise RuntimeError(f'{path.stem}: {error.ename}: {error.evalue}\n(see {executed})') from None

@@ -2,6 +2,7 @@
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -256,3 +257,37 @@ def test_each_worker_sees_one_device(monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,7')
     assert [w.variables.get('CUDA_VISIBLE_DEVICES') for w in Workers(3).all] == ['4', '7', '4']
     assert [w.variables.get('CUDA_VISIBLE_DEVICES') for w in Workers(2, pin=False).all] == [None, None]
+
+
+def alive(pid):
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='looks for processes in /proc')
+def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
+    command = [sys.executable, '-m', 'sparse_irm.cli', 'reproduce', 'mlp_width', '--preset', 'smoke', '--workers', '2', '--methods', 'ERM,IRMv1',
+               '--seeds', '0,1,2', '--out', 'out']
+    how = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+               env={**os.environ, 'OMP_NUM_THREADS': '1', 'MPLBACKEND': 'Agg'})
+    rows, logs = tmp_path / 'out' / 'rows', tmp_path / 'out' / 'rows' / 'logs'
+    first = subprocess.Popen(command, **how, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not list(rows.glob('*.json')) and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGINT)  # as a terminal does
+    said, complained = first.communicate(timeout=60)
+    assert first.returncode == 130 and 'finished runs are saved in out/rows' in complained and 'the same command continues' in complained
+    workers = set(re.findall(r'process (\d+)', ''.join(path.read_text() for path in logs.iterdir())))
+    deadline = time.monotonic() + 30
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers and not any(map(alive, workers))
+
+    finished = {path.name: path.read_bytes() for path in rows.glob('*.json')}
+    again = subprocess.run(command, **how, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert len(finished) < len(list(rows.glob('*.json'))) and not list(rows.rglob('*.pt'))
+    assert all((rows / name).read_bytes() == text for name, text in finished.items())
