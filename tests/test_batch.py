@@ -280,6 +280,7 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does
     said, complained = first.communicate(timeout=60)
     assert first.returncode == 130 and 'finished runs are saved in out/rows' in complained and 'the same command continues' in complained
+    assert 'Traceback' not in complained
     workers = set(re.findall(r'process (\d+)', ''.join(path.read_text() for path in logs.iterdir())))
     deadline = time.monotonic() + 30
     while any(map(alive, workers)) and time.monotonic() < deadline:

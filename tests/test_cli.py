@@ -11,6 +11,7 @@ import torch
 from sparse_irm import cli
 from sparse_irm.cli import main, parse_pairs, parse_value
 from sparse_irm.metrics import RULES
+from sparse_irm.reproduce import notebooks
 from sparse_irm.runs import make_run, read_row, row_path
 from sparse_irm.tables import COLUMNS
 
@@ -128,8 +129,19 @@ def test_help(command):
 def test_the_listing_names_every_parameter():
     status, said, complained = call('reproduce', '--list')
     assert status == 0 and complained == []
-    listed = dict(line.split(': ') for line in said.splitlines())
-    assert {'preset', 'out', 'widths', 'seeds', 'workers'} <= set(listed['mlp_width'].split(', '))
+    lines = said.splitlines()
+    listed = {line.split(': ')[0]: keys.strip().split(', ') for line, keys in zip(lines[::2], lines[1::2], strict=True)}
+    assert set(listed) == set(notebooks()) and 'does invariance survive a wide network?' in said
+    assert {'preset', 'out', 'widths', 'seeds', 'workers'} <= set(listed['mlp_width'])
+
+
+def test_a_dry_run_of_all_says_something_of_each(tmp_path):
+    status, said, complained = call('reproduce', 'all', '--preset', 'smoke', '--workers', '2', '--device', 'cpu', '--dry-run')
+    told = dict(line.split(': ', 1) for line in said.splitlines())
+    assert status == 0 and set(told) == set(notebooks()) and left(tmp_path) == []
+    assert told['mlp_width'].startswith('24 runs, 0 exist in runs/mlp_width/rows, 24 to do on cpu by 2 workers')
+    assert told['linear_theory'] == 'no runs, everything is computed anew'
+    assert complained == [f'{name}: device, workers not taken, left out' for name in ('deep_linear', 'linear_theory')]
 
 
 def test_without_papermill_one_is_told_what_to_install(monkeypatch):
