@@ -5,16 +5,13 @@
 # %% auto #0
 __all__ = ['DATASETS', 'SOURCES', 'penalty_settings', 'make_benchmark']
 
-# %% ../nbs/21_datasets.ipynb #7e207dc5
+# %% ../nbs/21_datasets.ipynb #abce91df
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .cifarmnist import cifar_mnist
-from .coco_objects import coco_objects
-from .colored_object import (COCO_COUNTS, COCO_LABELS, Objects, colored_object, even_counts, fashion_objects,
-                                       photograph_blobs)
-from .colored_patch import colored_patch_mnist
-from .environments import Benchmark, colored_mnist, full_colored_mnist
-from .sources import CIFAR10_FOLDERS, digits, load, mnist
+if TYPE_CHECKING:
+    from sparse_irm.colored_object import Objects
+    from sparse_irm.environments import Benchmark
 
 # %% ../nbs/21_datasets.ipynb #4aa0866e
 _PHOTOGRAPHS = dict(model='ResNet18', width=None, optimizer='sgd', lr=0.01, momentum=0.9, n_held_out=1_000,
@@ -47,18 +44,19 @@ def penalty_settings(penalty: str, dataset: str, n_train: int) -> dict:
         settings['halves'] = 'signed'
     return settings
 
-# %% ../nbs/21_datasets.ipynb #50985ae0
+# %% ../nbs/21_datasets.ipynb #ba240561
 SOURCES = {
     **dict.fromkeys(('ColoredMNIST', 'FullColoredMNIST', 'ColoredPatchMNIST'), ('digits', 'mnist', 'fashion-mnist')),
-    'CIFARMNIST': ('cifar10', *CIFAR10_FOLDERS, 'photographs'),
+    'CIFARMNIST': ('cifar10', 'cifar10-jpeg', 'cifar10-png', 'photographs'),
     'ColoredObject': ('coco', 'fashion-mnist', 'photographs'),
 }
-_ON_DIGITS = {'ColoredMNIST': colored_mnist, 'FullColoredMNIST': full_colored_mnist,
-              'ColoredPatchMNIST': colored_patch_mnist}
 
 
-def _objects(source: str, root: str | Path | None, n_train: int, n_test: int) -> tuple[Objects, dict]:
+def _objects(source: str, root: str | Path | None, n_train: int, n_test: int) -> tuple['Objects', dict]:
     "The objects of ColoredObject and {kind: (training, test)}: the published counts on COCO where they add up, else even."
+    from sparse_irm.coco_objects import coco_objects
+    from sparse_irm.colored_object import COCO_COUNTS, COCO_LABELS, even_counts, fashion_objects, photograph_blobs
+
     if source == 'coco':
         published = tuple(map(sum, zip(*COCO_COUNTS.values()))) == (n_train, n_test)
         counts = COCO_COUNTS if published else even_counts(COCO_LABELS, n_train, n_test)
@@ -66,9 +64,9 @@ def _objects(source: str, root: str | Path | None, n_train: int, n_test: int) ->
     objects = fashion_objects(root) if source == 'fashion-mnist' else photograph_blobs()
     return objects, even_counts(objects.labels, n_train, n_test)
 
-# %% ../nbs/21_datasets.ipynb #c5ae9bbe
+# %% ../nbs/21_datasets.ipynb #b5cfcb78
 def make_benchmark(dataset: str, source: str, root: str | Path | None = None, *, n_train: int, n_test: int,
-                   **settings) -> Benchmark:
+                   **settings) -> 'Benchmark':
     """The named benchmark made from the named source; `root` is the data folder, see `sparse_irm.sources.data_root`.
 
     n_test: test examples of CIFARMNIST and ColoredObject; where digits are coloured, all that are left are test
@@ -76,8 +74,15 @@ def make_benchmark(dataset: str, source: str, root: str | Path | None = None, *,
     source; errors of the generator and of the source otherwise."""
     if source not in SOURCES[dataset]:
         raise ValueError(f'source: got {source!r} for {dataset}, takes one of {", ".join(SOURCES[dataset])}')
-    if dataset in _ON_DIGITS:
-        return _ON_DIGITS[dataset](load(source, root), n_train=n_train, **settings)
+    from sparse_irm.cifarmnist import cifar_mnist
+    from sparse_irm.colored_object import colored_object
+    from sparse_irm.colored_patch import colored_patch_mnist
+    from sparse_irm.environments import colored_mnist, full_colored_mnist
+    from sparse_irm.sources import digits, load, mnist
+
+    colour = {'ColoredMNIST': colored_mnist, 'FullColoredMNIST': full_colored_mnist, 'ColoredPatchMNIST': colored_patch_mnist}
+    if dataset in colour:
+        return colour[dataset](load(source, root), n_train=n_train, **settings)
     if dataset == 'CIFARMNIST':
         small = digits() if source == 'photographs' else mnist(root)
         return cifar_mnist(load(source, root), small, n_train=n_train, n_test=n_test, **settings)
