@@ -50,7 +50,7 @@ def test_the_meta_irm_experiment_is_complete_and_beats_its_bar():
         parts.setdefault(row['run'].experiment, []).append(row)
     assert {name: len(part) for name, part in parts.items()} == {
         'meta_irm_search': 9, 'meta_irm': 24, 'meta_irm_grid': 9, 'meta_irm_long': 12, 'meta_irm_grid_long': 6,
-        'meta_irm_scarce': 36}
+        'meta_irm_scarce': 36, 'meta_irm_grid_together': 12, 'meta_irm_grid_search': 9}
     chosen = {(row['run'].meta_lr, row['run'].meta_std_weight) for row in parts['meta_irm'] if row['run'].method == 'MetaIRM'}
     assert chosen == {(0.1, 30.0)} and {row['run'].seed for row in parts['meta_irm_search']} == {100}
     lines = tidy([row for row in parts['meta_irm'] if row['run'].method == 'MetaIRM'])
