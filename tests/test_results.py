@@ -56,6 +56,34 @@ def test_the_meta_irm_experiment_is_complete_and_beats_its_bar():
     lines = tidy([row for row in parts['meta_irm'] if row['run'].method == 'MetaIRM'])
     test = lines[(lines['metric'] == 'test_accuracy') & (lines['selection'] == 'train-validation')]
     assert len(test) == 3 and test['value'].mean() >= 66
+    readme = (ROOT / 'README.md').read_text(encoding='utf-8')
+    assert f'{test["value"].mean():.1f} ± {test["value"].std():.1f} by `train-validation` at width 160' in readme
+
+
+BASELINES = ['IRMv1', 'BayesianIRM', 'SparseIRM-IRMv1', 'Oracle']
+
+
+@pytest.fixture(scope='module')
+def baseline_rows():
+    return read_rows(ROOT / 'results' / 'baselines')
+
+
+def test_the_baselines_are_complete_and_beat_their_bars(baseline_rows):
+    runs = [row['run'] for row in baseline_rows]
+    assert sorted((run.method, run.seed) for run in runs) == sorted((m, seed) for m in BASELINES for seed in range(3))
+    assert {(run.source, run.n_train, run.width, run.steps, run.evaluate_every, run.dtype) for run in runs} == {
+        ('mnist', 20_000, 390, 1500, 5, 'float32')}
+    table = aggregate(baseline_rows)
+    best = table[(table['metric'] == 'test_accuracy') & (table['selection'] == 'oracle')].set_index('method')['mean']
+    assert best['BayesianIRM'] >= 65 and best['Oracle'] >= 70
+
+
+def test_the_readme_tells_of_the_baselines(baseline_rows):
+    table = aggregate(baseline_rows)
+    ours = cells(table[table['metric'] == 'test_accuracy'], ['method'], ['selection'], 3)
+    lines = [['method', *RULES], ['---'] * 4, *([m, *ours.loc[m, list(RULES)]] for m in BASELINES)]
+    readme = ' '.join((ROOT / 'README.md').read_text(encoding='utf-8').split())
+    assert ' '.join(' '.join('| ' + ' | '.join(line) + ' |' for line in lines).split()) in readme
 
 
 def test_every_row_is_named_by_its_configuration():
