@@ -1,10 +1,12 @@
 """The results that are committed: complete, readable, and the source of the numbers in the README."""
+import json
 from pathlib import Path
 
 import pytest
 
+from sparse_irm.configs import config_hash
 from sparse_irm.metrics import RULES, difference
-from sparse_irm.runs import read_row
+from sparse_irm.rows import Run, read_row
 from sparse_irm.tables import aggregate, cells, read_rows, reported, tidy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +92,15 @@ def test_the_readme_tells_of_the_baselines(baseline_rows):
     gap = gaps.pop('train-validation')
     assert f'(by {gap.mean:.1f} points, 95 % interval {gap.low:.1f} to {gap.high:.1f})' in readme
     assert all(gap.low < 0 < gap.high for gap in gaps.values())
+
+
+def test_the_colour_is_read_from_every_probed_network(baseline_rows):
+    told = [json.loads(path.read_text()) for path in (ROOT / 'results' / 'probe').glob('*.jsonl')]
+    labels = ['untrained', 'IRMv1', 'SparseIRM-IRMv1']
+    assert len(told) == 18 and {(line['label'], line['config']['seed']) for line in told} == {(m, s) for m in labels for s in range(3)}
+    assert min(line['accuracy']['spurious test'] for line in told) > 0.9995
+    probed = {config_hash(Run.from_dict(line['config'])) for line in told if line['label'] != 'untrained'}
+    assert probed == {config_hash(row['run']) for row in baseline_rows if row['run'].method in labels}
 
 
 def test_every_row_is_named_by_its_configuration():
