@@ -114,7 +114,7 @@ def grid_of(settled: Mapping[str, Any]) -> list[Any]:
     grid = settled['grid'] if {'grid', 'rows_folder'} <= settled.keys() else ()
     return list(dict.fromkeys(grid.values() if isinstance(grid, dict) else grid))
 
-# %% ../nbs/29_cli.ipynb #1aa71e8c
+# %% ../nbs/29_cli.ipynb #91332418
 def seconds_before(todo: Sequence[Any], rows: Sequence[Mapping], kind: str) -> list[float | None]:
     "For each run the mean seconds of the rows that differ from it at most in the seed, made on a device of that kind."
     known: dict[Any, list[float]] = {}
@@ -132,6 +132,8 @@ def plan(name: str, settled: Mapping[str, Any]) -> str:
     from sparse_irm.training import choose_device
 
     grid = grid_of(settled)
+    if not grid and 'grid' in settled:
+        return f'{name}: no runs to do, all results exist'
     if not grid:
         return f'{name}: ' + ('runs that follow from one another, finished ones are not repeated' if 'workers' in settled else
                               'no runs, everything is computed anew')

@@ -71,17 +71,17 @@ def make_run(method: str, dataset: str = 'ColoredMNIST', mask: dict = PUBLISHED_
     estimator = penalty_settings(run.penalty, dataset, run.n_train)
     return run.replace(**{k: v for k, v in estimator.items() if k not in settings})
 
-# %% ../nbs/22_rows.ipynb #000d211a
+# %% ../nbs/22_rows.ipynb #f4130e6d
 def write_row(path: Path, run: Run, history: Sequence[dict], origin: dict) -> None:
     "Write one finished run atomically. FloatingPointError when a number of the history is not finite."
+    from sparse_irm.sources import write_whole
+
     columns = {k: [float(f'{r[k]:.6g}') if isinstance(r[k], float) else r[k] for r in history] for k in history[0]}
     row = {'hash': config_hash(run), 'config': run.to_dict(), 'provenance': origin, 'history': columns}
     try:
         text = json.dumps(row, allow_nan=False)
     except ValueError:
         raise FloatingPointError('training diverged: a number is not finite. Lower lr or penalty_weight.') from None
-    from sparse_irm.sources import write_whole
-
     write_whole(path, lambda file: file.write(f'{text}\n'.encode()))
 
 # %% ../nbs/22_rows.ipynb #084e7f81

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from sparse_irm.cli import main
 from sparse_irm.configs import config_hash
 from sparse_irm.metrics import RULES, difference
 from sparse_irm.rows import Run, read_row
@@ -101,6 +102,13 @@ def test_the_colour_is_read_from_every_probed_network(baseline_rows):
     assert min(line['accuracy']['spurious test'] for line in told) > 0.9995
     probed = {config_hash(Run.from_dict(line['config'])) for line in told if line['label'] != 'untrained'}
     assert probed == {config_hash(row['run']) for row in baseline_rows if row['run'].method in labels}
+
+
+def test_the_probe_notebook_finds_its_results(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status = main(['reproduce', 'probe', '--preset', 'paper', '--dry-run', '--methods', 'untrained,IRMv1,SparseIRM-IRMv1',
+                   '-p', 'layers=["last"]', '-p', f'results_in={ROOT / "results" / "probe"}'])
+    assert status == 0 and capsys.readouterr().out == 'probe: no runs to do, all results exist\n'
 
 
 def test_every_row_is_named_by_its_configuration():
