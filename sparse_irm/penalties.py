@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# %% ../nbs/07_penalties.ipynb #fe8e0e52
+# %% ../nbs/07_penalties.ipynb #24380b4e
 TASKS = ('binary', 'classes', 'regression')
 
 
 def task_of(n_classes: int) -> str:
-    "The kind of task: 1 output is a regression, 2 classes are binary (one logit), more are many-class."
-    return 'regression' if n_classes == 1 else 'binary' if n_classes == 2 else 'classes'
+    "The kind of a classification: 2 classes are binary (one logit), more are many-class. ValueError below 2."
+    if n_classes < 2:
+        raise ValueError(f'n_classes: got {n_classes}, takes 2 or more')
+    return 'binary' if n_classes == 2 else 'classes'
 
 
 def _check(logits: Tensor, y: Tensor, task: str) -> Tensor:
@@ -36,9 +38,11 @@ def _check(logits: Tensor, y: Tensor, task: str) -> Tensor:
                          f'task {task!r} takes {"[n, k]" if task == "classes" else "[n] or [n, 1]"} with n >= 1')
     return z
 
-# %% ../nbs/07_penalties.ipynb #11f92389
+# %% ../nbs/07_penalties.ipynb #591b0183
 def risk(logits: Tensor, y: Tensor, task: str = 'binary') -> Tensor:
-    "Mean loss R^e of one environment. logits [n] or [n, 1] or [n, k], y [n]. ValueError on shapes or an unknown task."
+    """Mean loss R^e of one environment. logits [n] or [n, 1] or [n, k], y [n]: 0 or 1, the class, or the target.
+
+    ValueError on shapes or an unknown task; the values of the labels are not looked at."""
     z = _check(logits, y, task)
     if task == 'binary':
         return F.binary_cross_entropy_with_logits(z, y.to(z.dtype))
@@ -46,9 +50,11 @@ def risk(logits: Tensor, y: Tensor, task: str = 'binary') -> Tensor:
         return F.cross_entropy(z, y.long())
     return F.mse_loss(z, y.to(z.dtype))
 
-# %% ../nbs/07_penalties.ipynb #6ad67d9a
+# %% ../nbs/07_penalties.ipynb #dad14936
 def scale_gradient(logits: Tensor, y: Tensor, task: str = 'binary', scale: float | Tensor = 1.0) -> Tensor:
-    "g_e, the derivative of risk(w * logits, y) by w at w = scale, in closed form (IRMv1: scale 1). Shapes as in `risk`."
+    """g_e, the derivative of risk(w * logits, y) by w at w = scale, in closed form (IRMv1: scale 1).
+
+    Shapes and errors as in `risk`."""
     z = _check(logits, y, task)
     if task == 'binary':
         return (((scale * z).sigmoid() - y.to(z.dtype)) * z).mean()
@@ -57,19 +63,30 @@ def scale_gradient(logits: Tensor, y: Tensor, task: str = 'binary', scale: float
         return (((scale * z).softmax(1) * z).sum(1) - picked).mean()
     return 2 * ((scale * z - y.to(z.dtype)) * z).mean()
 
-# %% ../nbs/07_penalties.ipynb #6e1c5e37
-def irmv1(logits: Sequence[Tensor], ys: Sequence[Tensor], task: str = 'binary') -> Tensor:
-    "IRMv1 penalty: mean over environments of g_e squared. Lists of logits and labels, one entry an environment."
-    return torch.stack([scale_gradient(z, y, task) for z, y in zip(logits, ys, strict=True)]).square().mean()
+# %% ../nbs/07_penalties.ipynb #4df4483e
+def _pairs(logits: Sequence[Tensor], ys: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    "Logits and labels of each environment, side by side. ValueError unless there are as many of both, at least one."
+    if len(logits) != len(ys) or not len(ys):
+        raise ValueError(f'logits, ys: got {len(logits)} and {len(ys)} environments, takes as many of both, at least one')
+    return list(zip(logits, ys))
 
-# %% ../nbs/07_penalties.ipynb #04f37b95
+
+def irmv1(logits: Sequence[Tensor], ys: Sequence[Tensor], task: str = 'binary') -> Tensor:
+    """IRMv1 penalty (Arjovsky et al. 2019): the mean over environments of g_e squared, g_e by `scale_gradient`.
+
+    Lists of logits and labels, one entry an environment. ValueError as `risk`, or unless the lists are equally long."""
+    return torch.stack([scale_gradient(z, y, task) for z, y in _pairs(logits, ys)]).square().mean()
+
+# %% ../nbs/07_penalties.ipynb #5d7c7da2
 def rex(risks: Tensor) -> Tensor:
-    "REx penalty: the population variance of the environments' risks [E]."
+    "REx penalty (V-REx, Krueger et al. 2021): the population variance of the risks [E]. ValueError unless E >= 1."
+    if risks.ndim != 1 or not len(risks):
+        raise ValueError(f'risks: got shape {tuple(risks.shape)}, takes [E] with E >= 1 environments')
     return risks.var(correction=0)
 
-# %% ../nbs/07_penalties.ipynb #6786d7cb
+# %% ../nbs/07_penalties.ipynb #5af905de
 def halves(n: int, generator: torch.Generator | None = None, device: torch.device | str = 'cpu') -> tuple[Tensor, Tensor]:
-    "Two disjoint random halves of range(n), as index tensors; n must be at least 2."
+    "Two disjoint random halves of range(n), as index tensors. ValueError for n below 2."
     if n < 2:
         raise ValueError(f'n: got {n}, a split into halves takes at least 2 examples per environment')
     order = torch.randperm(n, generator=generator, device=generator.device if generator else device).to(device)
@@ -77,41 +94,64 @@ def halves(n: int, generator: torch.Generator | None = None, device: torch.devic
 
 
 def split_half(values: Sequence[tuple[Tensor, Tensor]], penalty: str, absolute: bool = False) -> Tensor:
-    "Unbiased penalty from per-environment pairs of half-batch values: g_e for 'irmv1', risks for 'rex'."
+    """Unbiased penalty from the environments' pairs of half-batch values: g_e for penalty 'irmv1', risks for 'rex'.
+
+    ValueError for another penalty, or no environment."""
+    if penalty not in ('irmv1', 'rex'):
+        raise ValueError(f'penalty: got {penalty!r}, takes one of irmv1, rex')
+    if not len(values):
+        raise ValueError('values: got no environment, takes one pair of half-batch values each')
     a, b = (torch.stack(v) for v in zip(*values))  # [E] each
     if penalty == 'rex':
         a, b = a - a.mean(), b - b.mean()
     product = a * b
     return (product.abs() if absolute else product).mean()
 
-# %% ../nbs/07_penalties.ipynb #b85c7709
+# %% ../nbs/07_penalties.ipynb #294a5dc0
 def draw_scales(samples: int, environments: int, std: float, generator: torch.Generator) -> Tensor:
-    "Scales w [S, E] from N(1, std), on the generator's device."
+    "Scales w [S, E] from N(1, std), on the generator's device. ValueError for no samples or environments, or std < 0."
+    if min(samples, environments) < 1 or not 0 <= std < float('inf'):
+        raise ValueError(f'samples, environments, std: got {samples}, {environments}, {std}, takes 1 or more of both '
+                         f'and a finite std >= 0')
     return 1 + std * torch.randn(samples, environments, generator=generator, device=generator.device)
 
 
+def _check_scales(scales: Tensor | None, environments: int) -> None:
+    "Refuse scales that are not [S, E]: a column too few would leave an environment out of the penalty."
+    if scales is None or scales.ndim != 2 or not len(scales) or scales.shape[1] != environments:
+        raise ValueError(f'scales: got {None if scales is None else tuple(scales.shape)}, '
+                         f'takes [S, {environments}], S >= 1 and one column for each environment')
+
+
 def birm(logits: Sequence[Tensor], ys: Sequence[Tensor], scales: Tensor, task: str = 'binary') -> Tensor:
-    "Bayesian IRM, squared gradients: mean over samples and environments of g_e(w)^2. scales [S, E]."
-    pairs = list(zip(logits, ys, strict=True))
+    """Bayesian IRM (Lin et al. 2022), squared gradients: the mean over samples and environments of g_e(w)^2.
+
+    scales [S, E] from `draw_scales`; lists and errors as in `irmv1`, and ValueError for scales of another shape."""
+    pairs = _pairs(logits, ys)
+    _check_scales(scales, len(pairs))
     return torch.stack([scale_gradient(z, y, task, w) for row in scales for w, (z, y) in zip(row, pairs)]).square().mean()
 
 
 def birm_split(parts: Sequence[tuple], scales: Tensor, task: str = 'binary') -> Tensor:
-    "Bayesian IRM, product of half-batch gradients; parts: (z', y', z'', y'') of each environment."
+    """Bayesian IRM, product of half-batch gradients: the mean over samples and environments of g_e'(w) g_e''(w).
+
+    parts: (z', y', z'', y'') of each environment. scales [S, E]. Errors as in `birm`."""
+    _check_scales(scales, len(parts))
     return torch.stack([scale_gradient(z1, y1, task, w) * scale_gradient(z2, y2, task, w)
                         for row in scales for w, (z1, y1, z2, y2) in zip(row, parts)]).mean()
 
 
 def birm_rex(logits: Sequence[Tensor], ys: Sequence[Tensor], scales: Tensor, task: str = 'binary') -> Tensor:
-    "Bayesian IRM, variance of the risks under the drawn scales, mean over samples. scales [S, E]."
-    pairs = list(zip(logits, ys, strict=True))
+    """Bayesian IRM, variance of the risks: the mean over samples of Var_e R^e(w_e z), which is `rex` at drawn scales.
+
+    scales [S, E]; lists and errors as in `birm`."""
+    pairs = _pairs(logits, ys)
+    _check_scales(scales, len(pairs))
     return torch.stack([rex(torch.stack([risk(w * z, y, task) for w, (z, y) in zip(row, pairs)])) for row in scales]).mean()
 
-# %% ../nbs/07_penalties.ipynb #67e5cf38
+# %% ../nbs/07_penalties.ipynb #7a2d8e94
 def _bayesian(pairs: list, scales: Tensor | None, task: str, penalty: str, generator: torch.Generator | None) -> Tensor:
     "The Bayesian IRM penalty by name, in its split-half form when there is a generator."
-    if scales is None or scales.ndim != 2 or scales.shape[1] != len(pairs):
-        raise ValueError(f'scales: got {None if scales is None else tuple(scales.shape)}, takes [S, {len(pairs)}] for {penalty!r}')
     if penalty == 'birm-rex':
         return birm_rex(*zip(*pairs), scales, task)
     if generator is None:
@@ -119,7 +159,7 @@ def _bayesian(pairs: list, scales: Tensor | None, task: str, penalty: str, gener
     cut = [(z, y, *halves(len(y), generator, y.device)) for z, y in pairs]
     return birm_split([(z[a], y[a], z[b], y[b]) for z, y, a, b in cut], scales, task)
 
-# %% ../nbs/07_penalties.ipynb #7fb6c9e9
+# %% ../nbs/07_penalties.ipynb #053b2fa8
 PENALTIES = ('none', 'irmv1', 'rex', 'birm', 'birm-rex')
 
 
@@ -128,10 +168,11 @@ def risks_and_penalty(logits: Sequence[Tensor], ys: Sequence[Tensor], task: str 
                       scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Risks [E] and penalty (scalar) of all environments; with a generator, the penalty is the split-half form.
 
-    scales [S, E]: the drawn scales, for the penalties of Bayesian IRM. ValueError for unknown names or missing scales."""
+    absolute: of that form the absolute value. scales [S, E]: the drawn scales, for the penalties of Bayesian IRM.
+    ValueError for unknown names, missing scales, or lists of different lengths; else as `risk`."""
     if penalty not in PENALTIES:
         raise ValueError(f'penalty: got {penalty!r}, takes one of {", ".join(PENALTIES)}')
-    pairs = list(zip(logits, ys, strict=True))
+    pairs = _pairs(logits, ys)
     risks = torch.stack([risk(z, y, task) for z, y in pairs])
     if penalty == 'none':
         return risks, risks.new_zeros(())
@@ -145,6 +186,10 @@ def risks_and_penalty(logits: Sequence[Tensor], ys: Sequence[Tensor], task: str 
 
 
 def objective(risks: Tensor, penalty: Tensor, weight: float, rescale: bool = True) -> Tensor:
-    "mean risk + weight * penalty; divided by 1 + weight when `rescale` and weight > 1."
+    """mean risk + weight * penalty, the objective at the top; divided by 1 + weight when `rescale` and weight > 1.
+
+    risks [E], penalty scalar. ValueError unless weight is finite and >= 0."""
+    if not 0 <= weight < float('inf'):
+        raise ValueError(f'weight: got {weight}, takes a finite number >= 0')
     loss = risks.mean() + weight * penalty
     return loss / (1 + weight) if rescale and weight > 1 else loss

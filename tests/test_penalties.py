@@ -1,4 +1,5 @@
 """Closed forms against double backward, estimators against exact enumeration, and what is refused."""
+import math
 from itertools import combinations, product
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_irm.penalties import (TASKS, halves, irmv1, objective, rex, risk, risks_and_penalty, scale_gradient,
-                                  split_half, task_of)
+from sparse_irm.penalties import (TASKS, birm, birm_rex, birm_split, draw_scales, halves, irmv1, objective, rex, risk,
+                                  risks_and_penalty, scale_gradient, split_half, task_of)
 
 LOSSES = {'binary': lambda z, y: F.binary_cross_entropy_with_logits(z, y.double()), 'classes': F.cross_entropy,
           'regression': lambda z, y: ((z - y) ** 2).mean()}
@@ -173,6 +174,44 @@ def test_the_signed_split_form_can_be_negative():
     assert min(values[0]) < 0 <= min(values[1])
 
 
+# Bayesian IRM, from single examples: with label 0 the risk of z at scale w is log(1 + exp(wz)), its slope z / (1 + exp(-wz))
+ONE, TWO = [torch.tensor([1.0]), torch.tensor([-2.0])], [torch.tensor([3.0]), torch.tensor([0.5])]
+ZERO, SCALES = [torch.tensor([0]), torch.tensor([0])], torch.tensor([[0.5, 2.0], [1.5, -1.0], [0.0, 1.0]])
+
+
+def slope(z, w):
+    return z / (1 + math.exp(-w * z))
+
+
+def test_bayesian_penalties_by_hand():
+    pairs = [[(w.item(), one.item(), two.item()) for w, one, two in zip(row, ONE, TWO)] for row in SCALES]
+    squares = [slope(one, w) ** 2 for row in pairs for w, one, _ in row]
+    products = [slope(one, w) * slope(two, w) for row in pairs for w, one, two in row]
+    variances = [np.var([math.log1p(math.exp(w * one)) for w, one, _ in row]) for row in pairs]
+    assert birm(ONE, ZERO, SCALES).item() == pytest.approx(np.mean(squares))
+    assert birm_split(list(zip(ONE, ZERO, TWO, ZERO)), SCALES).item() == pytest.approx(np.mean(products))
+    assert birm_rex(ONE, ZERO, SCALES).item() == pytest.approx(np.mean(variances))
+
+
+def test_the_trainer_gets_the_named_bayesian_penalty():
+    logits, ys = environments('binary', [5, 8])
+    given = dict(penalty='birm', scales=SCALES)
+    for name, penalty in (('birm', birm), ('birm-rex', birm_rex)):
+        assert torch.equal(risks_and_penalty(logits, ys, **given | dict(penalty=name))[1], penalty(logits, ys, SCALES))
+    g = generator(3)
+    cuts = [halves(5, g), halves(8, g)]
+    parts = [(z[a], y[a], z[b], y[b]) for z, y, (a, b) in zip(logits, ys, cuts)]
+    assert torch.equal(risks_and_penalty(logits, ys, generator=generator(3), **given)[1], birm_split(parts, SCALES))
+
+
+def test_scales_are_normal_around_one():
+    w = draw_scales(20_000, 2, 0.2, generator())
+    inside = ((w - 1).abs() < 0.2).float().mean().item()
+    assert w.shape == (20_000, 2) and w.mean().item() == pytest.approx(1, abs=0.005)
+    assert inside == pytest.approx(0.683, abs=0.01)            # of a uniform distribution 0.577
+    assert torch.equal(w, draw_scales(20_000, 2, 0.2, generator())) and (draw_scales(3, 2, 0.0, generator()) == 1).all()
+
+
 @pytest.mark.parametrize('weight, rescale, expected', [
     (0, True, 2.0), (0.5, True, 3.5), (1, True, 5.0), (4, True, 14 / 5), (4, False, 14.0), (1e4, True, 30_002 / 10_001),
 ])
@@ -188,7 +227,7 @@ def test_no_penalty_draws_nothing():
 
 
 def test_the_task_by_the_number_of_classes():
-    assert [task_of(n) for n in (1, 2, 3, 10)] == ['regression', 'binary', 'classes', 'classes']
+    assert [task_of(n) for n in (2, 3, 10)] == ['binary', 'classes', 'classes']
 
 
 z3, y3 = torch.zeros(3), torch.tensor([0, 1, 1])
@@ -204,7 +243,20 @@ z3, y3 = torch.zeros(3), torch.tensor([0, 1, 1])
     (lambda: risk(torch.zeros(3, 2, 2), y3, 'classes'), r'logits: got shape \(3, 2, 2\)'),
     (lambda: risk(torch.zeros(0), torch.zeros(0)), r'logits: got shape \(0,\) for 0 labels'),
     (lambda: risks_and_penalty([z3], [y3], penalty='IRMv1'), "penalty: got 'IRMv1', takes one of none, irmv1, rex"),
-    (lambda: risks_and_penalty([z3], [y3, y3]), 'longer'),
+    *[(lambda f=f, given=given: f([z3], [y3, y3], *given), 'logits, ys: got 1 and 2 environments')
+      for f, given in ((risks_and_penalty, ()), (irmv1, ()), (birm, (SCALES,)), (birm_rex, (SCALES,)))],
+    *[(lambda f=f: f([], []), 'logits, ys: got 0 and 0 environments') for f in (risks_and_penalty, irmv1)],
+    *[(lambda f=f: f([z3, z3], [y3, y3], SCALES[:, :1]), r'scales: got \(3, 1\), takes \[S, 2\]') for f in (birm, birm_rex)],
+    (lambda: birm_split([(z3, y3, z3, y3)] * 2, SCALES[:, :1]), r'scales: got \(3, 1\), takes \[S, 2\]'),
+    (lambda: birm([z3, z3], [y3, y3], SCALES[:0]), r'scales: got \(0, 2\)'),
+    (lambda: risks_and_penalty([z3], [y3], penalty='birm'), r'scales: got None, takes \[S, 1\]'),
+    (lambda: split_half([], 'irmv1'), 'values: got no environment'),
+    (lambda: split_half([(z3[0], z3[1])], 'bogus'), "penalty: got 'bogus', takes one of irmv1, rex"),
+    (lambda: rex(torch.zeros(0)), r'risks: got shape \(0,\)'),
+    (lambda: draw_scales(-1, 2, 0.1, generator()), 'samples, environments, std: got -1, 2, 0.1'),
+    (lambda: draw_scales(1, 2, -0.1, generator()), 'samples, environments, std: got 1, 2, -0.1'),
+    (lambda: objective(z3, z3[0], -1.0), 'weight: got -1.0'),
+    (lambda: task_of(1), 'n_classes: got 1, takes 2 or more'),
     (lambda: halves(1), 'n: got 1'),
     (lambda: halves(0), 'n: got 0'),
     (lambda: risks_and_penalty([torch.zeros(1)], [y3[:1]], 'binary', 'irmv1', generator()), 'n: got 1.*at least 2'),
