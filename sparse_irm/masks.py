@@ -24,7 +24,7 @@ def noise(like: Tensor, generator: torch.Generator | None = None, eps: float = 1
     u = torch.empty(like.shape, dtype=torch.float32, device=like.device)
     return u.uniform_(eps, 1 - eps, generator=generator)
 
-# %% ../nbs/05_masks.ipynb #1ca5c67e
+# %% ../nbs/05_masks.ipynb #3efea74e
 def _draw(s: Tensor, u: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
     "The relaxed mask and its slope dm/ds, each in the shape of s."
     if isinstance(tau, float) and tau == 1:
@@ -34,7 +34,7 @@ def _draw(s: Tensor, u: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
     p, q = s.clamp(min=1e-30), (1 - s).clamp_(min=1e-30)
     z = (p * u).div_(q * (1 - u)).log_().div_(tau)         # ln(a / b) / tau
     m, rest = z.sigmoid(), z.neg_().sigmoid_()             # m and 1 - m
-    return m * s.sign(), rest.mul_(m).div_(p.mul_(q)).div_(tau)
+    return m.clamp(s.floor(), s.ceil()), rest.mul_(m).div_(p.mul_(q)).div_(tau)
 
 
 class _Relaxed(torch.autograd.Function):
@@ -55,24 +55,29 @@ class _Relaxed(torch.autograd.Function):
     def backward(ctx, grad, _):
         return grad * ctx.saved_tensors[0], None, None
 
-# %% ../nbs/05_masks.ipynb #e551270b
-def relaxed_mask(s: Tensor, u: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Relaxed Bernoulli(s) draw m in [0, 1], differentiable once in s (Gumbel-softmax, knowl 2). s, u, m: one shape.
-
-    u: noise in (0, 1), see `noise`. temperature: a number above 0, or a scalar tensor, which is not checked.
-    ValueError for another temperature or shapes that differ.
-    """
+# %% ../nbs/05_masks.ipynb #8e27da16
+def _check_noise(s: Tensor, u: Tensor) -> None:
     if s.shape != u.shape:
         raise ValueError(f'u: got shape {tuple(u.shape)}, takes the shape of s, {tuple(s.shape)}')
+
+
+def relaxed_mask(s: Tensor, u: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Relaxed Bernoulli(s) draw m in [0, 1], differentiable once in s (Gumbel-softmax). s, u, m: one shape.
+
+    s in [0, 1] and u in (0, 1), see `noise`, are not checked, as a look at them would make an accelerator wait; nor is
+    a temperature that is a scalar tensor. ValueError for a number not above 0 or not finite, or shapes that differ.
+    """
+    _check_noise(s, u)
     if not isinstance(temperature, Tensor):
         temperature = float(temperature)
         if not 0 < temperature < math.inf:
             raise ValueError(f'temperature: got {temperature}, takes a finite number above 0')
     return _Relaxed.apply(s, u, temperature)[0]
 
-# %% ../nbs/05_masks.ipynb #e5d6133e
+# %% ../nbs/05_masks.ipynb #a2fcb255
 def binary_mask(s: Tensor, u: Tensor) -> Tensor:
-    "Bernoulli(s) draw in {0, 1}, in the dtype of s: 1 where u > 1 - s. s and u of one shape. Carries no gradient."
+    "Bernoulli(s) draw in {0, 1}, in the dtype of s: 1 where u > 1 - s. No gradient. ValueError unless of one shape."
+    _check_noise(s, u)
     return (u > 1 - s).to(s.dtype)
 
 # %% ../nbs/05_masks.ipynb #231e681c
@@ -98,22 +103,39 @@ def mask_entropy(s: Tensor) -> Tensor:
     "Mean entropy of the mask bits, in bits. s [d] in [0, 1]; a scalar in [0, 1]."
     return (torch.special.entr(s) + torch.special.entr(1 - s)).mean() / math.log(2)
 
-# %% ../nbs/05_masks.ipynb #a908e704
-def top_mask(s: Tensor, k: int) -> Tensor:
-    "1 at the k largest entries of s [d], else 0; among equals the first win. ValueError unless 1 <= k <= d."
+# %% ../nbs/05_masks.ipynb #8c3290db
+def top_mask(s: Tensor, k: int, size: Tensor | None = None) -> Tensor:
+    """1 at the k largest entries of s [d], else 0; among equals the larger `size` [d] wins, and then the first.
+
+    ValueError unless 1 <= k <= d, and for a size of another shape."""
     if not 1 <= k <= s.numel():
         raise ValueError(f'k: got {k}, takes 1 <= k <= {s.numel()}, the length of s')
-    least = s.topk(k, sorted=False).values.min()
-    above, equal = s > least, s == least                    # [d], [d]
+    least, value = s.topk(k, sorted=False).values.min(), s
+    if size is not None:
+        if size.shape != s.shape:
+            raise ValueError(f'size: got shape {tuple(size.shape)}, takes the shape of s, {tuple(s.shape)}')
+        value = torch.where(s == least, size, torch.where(s > least, math.inf, -math.inf))
+        least = value.topk(k, sorted=False).values.min()
+    above, equal = value > least, value == least            # [d], [d]
     room = k - above.sum()
     return (above | (equal & (equal.cumsum(0) <= room))).to(s.dtype)
 
-# %% ../nbs/05_masks.ipynb #896649ce
+# %% ../nbs/05_masks.ipynb #d7943c31
 class Masked(nn.Module):
-    "A module whose weights `names` are multiplied by a mask m [d] at each call; s [d] holds the keep probabilities."
+    """A module whose weights `names` are multiplied by a mask m [d] at each call; s [d] holds the keep probabilities.
+
+    names: of parameters of the module, in the order of their slices of m; `sparsify` finds them. keep: the fraction of
+    weights of the thresholded mask. ValueError for another keep, no names, or one that is no parameter.
+    """
 
     def __init__(self, module: nn.Module, names: Sequence[str], keep: float):
         super().__init__()
+        if not 0 < keep <= 1:
+            raise ValueError(f'keep: got {keep}, takes 0 < keep <= 1')
+        known = dict(module.named_parameters(remove_duplicate=False))
+        if not names or any(name not in known for name in names):
+            wrong = next((repr(name) for name in names if name not in known), 'none')
+            raise ValueError(f'names: got {wrong}, takes at least one of the parameters: {", ".join(known)}')
         self.module, self.names, self.keep = module, tuple(names), keep
         dense = self._dense()
         self.s = nn.Parameter(torch.ones(sum(w.numel() for w in dense), device=dense[0].device))
@@ -134,15 +156,24 @@ class Masked(nn.Module):
         return {name: w * part.view_as(w).to(w.dtype) for name, w, part in zip(self.names, dense, slices)}
 
     @torch.no_grad()
-    def mask(self, kind: str, generator: torch.Generator | None = None) -> Tensor:
-        "A constant mask [d]: 'sampled' (binary), 'thresholded' (the round(keep d) >= 1 largest s), 'expected' (s)."
+    def mask(self, kind: str, generator: torch.Generator | None = None, keep: float | None = None) -> Tensor:
+        """A constant mask [d]: 'sampled' (binary), 'thresholded' (the round(keep d) >= 1 largest s), 'expected' (s).
+
+        generator: of the sampled mask. keep: of the thresholded one, None: the module's own; among equal s the larger
+        |w| stays. ValueError for another kind."""
         if kind == 'sampled':
             return binary_mask(self.s, noise(self.s, generator))
         if kind == 'thresholded':
-            return top_mask(self.s, max(1, round(self.keep * self.s.numel())))
+            keep = self.keep if keep is None else keep
+            return top_mask(self.s, max(1, round(keep * self.s.numel())), self.sizes())
         if kind == 'expected':
             return self.s.clone()
         raise ValueError(f"kind: got {kind!r}, takes 'sampled', 'thresholded' or 'expected'")
+
+    @torch.no_grad()
+    def sizes(self) -> Tensor:
+        "|w| [d] of the weights under the mask, in the order of s."
+        return torch.cat([w.flatten() for w in self._dense()]).abs()
 
     @torch.no_grad()
     def harden(self, m: Tensor | None = None) -> nn.Module:
@@ -152,7 +183,7 @@ class Masked(nn.Module):
             attrgetter(name)(plain).copy_(w)
         return plain
 
-# %% ../nbs/05_masks.ipynb #da3a82a5
+# %% ../nbs/05_masks.ipynb #f58bba56
 def _maskable(module: nn.Module, skip: Sequence[str], types: tuple[type, ...]) -> list[str]:
     "Names of the weights to mask: of submodules of the given types, outside `skip`, a shared weight once."
     modules = dict(module.named_modules())
@@ -173,12 +204,13 @@ def sparsify(module: nn.Module, keep: float = 0.5, skip: Sequence[str] = (),
     """Put a mask over the weights of `module` (which is wrapped, not copied), every probability s at 1.
 
     keep: the fraction of weights of the thresholded mask, 0 < keep <= 1. skip: names of submodules that stay dense.
-    types: the layers whose `weight` is masked. ValueError for another keep, an unknown name, or nothing to mask.
+    types: the layers whose `weight` is masked. ValueError for another keep, an unknown name, or nothing to mask;
+    TypeError for a string as skip, or types that are no sequence of classes.
     """
-    if not 0 < keep <= 1:
-        raise ValueError(f'keep: got {keep}, takes 0 < keep <= 1')
     if isinstance(skip, str):
         raise TypeError(f'skip: got the string {skip!r}, takes a sequence of names, such as ({skip!r},)')
+    if not isinstance(types, Sequence) or not all(isinstance(t, type) for t in types):
+        raise TypeError(f'types: got {types!r}, takes a sequence of classes, such as (nn.Linear,)')
     if any(isinstance(part, Masked) for part in module.modules()):
         raise ValueError('module: got one that is masked already, takes a plain module')
     names = _maskable(module, skip, tuple(types))

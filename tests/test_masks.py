@@ -58,7 +58,7 @@ def test_finite_in_float32_everywhere(s, u, tau):
         torch.testing.assert_close(g.double(), exact, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize('tau', TAUS)
+@pytest.mark.parametrize('tau', [*TAUS, 100.0])
 def test_the_ends(tau):
     u = noise(torch.empty(1000), generator())
     zero, one = torch.zeros(1000), torch.ones(1000)
@@ -144,8 +144,11 @@ def test_refuses_a_temperature(tau):
 
 
 def test_refuses_noise_of_another_shape():
-    with pytest.raises(ValueError, match=r'u: got shape \(4,\), takes .*\(3,\)'):
-        relaxed_mask(torch.rand(3), torch.rand(4))
+    for draw in relaxed_mask, binary_mask, straight_through:
+        with pytest.raises(ValueError, match=r'u: got shape \(4,\), takes .*\(3,\)'):
+            draw(torch.rand(3), torch.rand(4))
+        with pytest.raises(ValueError, match=r'u: got shape \(1,\), takes .*\(3,\)'):
+            draw(torch.rand(3), torch.rand(1))
 
 
 def test_noise_is_inside_and_repeatable():
@@ -187,10 +190,20 @@ def test_top_mask_is_a_stable_sort(values, data):
     assert top_mask(torch.tensor(values), k).nonzero().flatten().tolist() == sorted(best)
 
 
+@given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.25, 0.5, 1.0])] * 2), min_size=1, max_size=30), st.data())
+def test_among_equals_the_larger_size_wins_and_then_the_first(pairs, data):
+    k = data.draw(st.integers(1, len(pairs)))
+    best = sorted(range(len(pairs)), key=lambda i: (-pairs[i][0], -pairs[i][1], i))[:k]
+    s, size = torch.tensor(pairs).T
+    assert top_mask(s, k, size).nonzero().flatten().tolist() == sorted(best)
+
+
 @pytest.mark.parametrize('k', [0, -1, 4])
 def test_top_mask_refuses(k):
     with pytest.raises(ValueError, match='k: got .*takes 1 <= k <= 3'):
         top_mask(torch.rand(3), k)
+    with pytest.raises(ValueError, match=r'size: got shape \(2,\), takes .*\(3,\)'):
+        top_mask(torch.rand(3), 2, torch.rand(2))
 
 
 # Architectures
@@ -285,6 +298,16 @@ def test_three_kinds_of_mask(masked):
     assert not any(net.mask(kind).requires_grad for kind in ('expected', 'thresholded', 'sampled'))
     with pytest.raises(ValueError, match="kind: got 'best', takes"):
         net.mask('best')
+
+
+def test_a_network_at_its_start_keeps_its_largest_weights_in_every_layer(masked):
+    net, x = masked
+    with torch.no_grad():
+        net.s.fill_(1)
+    sizes = torch.cat([net.module.get_parameter(name).detach().flatten() for name in net.names]).abs()
+    for keep, k in (None, round(0.4 * len(sizes))), (0.75, round(0.75 * len(sizes))):
+        assert torch.equal(net.mask('thresholded', keep=keep).bool(), sizes >= sizes.topk(k).values[-1])
+    assert all((w != 0).any() for w in net.weights(net.mask('thresholded')).values()) and net.eval()(x).std() > 0
 
 
 def test_gradient_reaches_weights_and_mask(masked):
@@ -395,5 +418,11 @@ def test_refuses_what_it_cannot_mask():
         sparsify(nn.Sequential(nn.Linear(3, 2)), skip=['0'])
     with pytest.raises(ValueError, match='module: got one that is masked already'):
         sparsify(sparsify(nn.Linear(3, 2)))
+    for types in nn.Linear, 'Linear', ['Linear'], [nn.Linear(3, 2)]:
+        with pytest.raises(TypeError, match='types: got .*, takes a sequence of classes'):
+            sparsify(nn.Linear(3, 2), types=types)
+    for names, told in ([], 'none'), (['weight', 'wieght'], "'wieght'"):
+        with pytest.raises(ValueError, match=f'names: got {told}, takes at least one of the parameters: weight, bias'):
+            Masked(nn.Linear(3, 2), names, 0.5)
     with pytest.raises(ValueError, match=r'm: got shape \(5,\), takes \(6,\)'):
         sparsify(nn.Linear(3, 2))(torch.rand(1, 3), torch.ones(5))
