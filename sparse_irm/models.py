@@ -9,13 +9,17 @@ __all__ = ['MLP']
 import torch
 from torch import Tensor, nn
 
-# %% ../nbs/08_models.ipynb #2ca55379
+# %% ../nbs/08_models.ipynb #cbd734f0
 class MLP(nn.Sequential):
-    "Perceptron d -> h -> h -> k on flattened inputs; one logit for k = 2 (binary). Output [n, k] or [n, 1]."
+    """Perceptron d -> h -> h -> k on flattened inputs [n, ...]; one logit for k = 2 (binary). Output [n, k] or [n, 1].
+
+    The seed names the initial weights. ValueError unless in_features, width (1 or more), n_classes (2 or more) and
+    seed (0 or more) are whole numbers."""
 
     def __init__(self, in_features: int, width: int, n_classes: int = 2, seed: int = 0):
-        for name, value, low in (('in_features', in_features, 1), ('width', width, 1), ('n_classes', n_classes, 1)):
-            if not isinstance(value, int) or value < low:
+        numbers = dict(in_features=(in_features, 1), width=(width, 1), n_classes=(n_classes, 2), seed=(seed, 0))
+        for name, (value, low) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2 ** 63:
                 raise ValueError(f'{name}: got {value!r}, takes a whole number of at least {low}')
         sizes = (in_features, width, width, n_classes if n_classes > 2 else 1)
         super().__init__(nn.Flatten(),

@@ -9,7 +9,7 @@ from torch import nn
 from sparse_irm.configs import PAPER_TEXT, Training
 from sparse_irm.masks import sparsify
 from sparse_irm.resnet import evaluating, resnet18
-from sparse_irm.training import new_state, train_step
+from sparse_irm.training import new_state, predict, train_step
 
 X = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -77,6 +77,15 @@ def test_batch_statistics_are_those_of_training_mode_without_its_traces(net):
         logits = model(X)
     torch.testing.assert_close(logits, reference(X).detach())
     assert same(running(model), before) and not same(running(reference), before)
+
+
+@pytest.mark.parametrize('statistics', ['running', 'batch'])
+def test_a_prediction_uses_the_statistics_of_its_configuration(net, statistics):
+    with torch.no_grad(), evaluating(net, statistics):
+        expected, other = net(X), net(X[:4])
+    got = predict(net, X, Training(statistics=statistics))
+    assert torch.equal(got, expected)
+    assert torch.allclose(got[:4], other) == (statistics == 'running')
 
 
 def test_running_statistics_do_not_depend_on_the_company(net):
