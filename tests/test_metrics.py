@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from sparse_irm.metrics import RULES, Summary, difference, select, summary, verdict
+from sparse_irm.metrics import RULES, Summary, difference, in_budget, select, summary, verdict
 
 
 def row(step, train, test, objective=None, weight=0.0):
@@ -38,6 +38,14 @@ def test_validation_compares_only_evaluations_under_the_full_penalty():
     assert step(history, 'train-validation') == 4
     assert step(history[:2], 'train-validation') == 1
     assert step(history[:3], 'train-validation') == 3
+
+
+def test_validation_stays_inside_the_final_budget_and_the_oracle_does_not():
+    history = [row(i, 0.7, 0.9 - 0.1 * i, i, 1e4) | {'budget': b} for i, b in enumerate((1.0, 0.6, 0.5, 0.5), 1)]
+    assert [r['step'] for r in in_budget(history)] == [3, 4]
+    assert step(history, 'train-validation') == 3 and step(history, 'oracle') == 1
+    assert step(history[:2], 'train-validation') == 2      # the budget of a run that goes on is the latest one
+    assert in_budget([row(1, 0.7, 0.9)]) == [row(1, 0.7, 0.9)] and in_budget([]) == []
 
 
 def test_validation_does_not_look_at_the_test_set():

@@ -7,6 +7,7 @@ import pytest
 from sparse_irm.cli import main
 from sparse_irm.configs import config_hash
 from sparse_irm.metrics import RULES, difference
+from sparse_irm.reproduce import budget_at_oracle
 from sparse_irm.rows import Run, read_row
 from sparse_irm.tables import aggregate, cells, read_rows, reported, tidy
 
@@ -91,6 +92,8 @@ def test_the_readme_tells_of_the_baselines(baseline_rows):
     told = told[told['metric'] == 'test_accuracy'].groupby(['selection', 'method'])['value']
     gaps = {rule: difference(*(told.get_group((rule, m)) for m in ('SparseIRM-IRMv1', 'IRMv1'))) for rule in RULES}
     gap = gaps.pop('train-validation')
+    inside = budget_at_oracle(baseline_rows)['oracle, inside the budget'].item()
+    assert f'inside the budget SparseIRM-IRMv1 comes to {inside:.1f}.' in readme
     assert f'(by {gap.mean:.1f} points, 95 % interval {gap.low:.1f} to {gap.high:.1f})' in readme
     assert all(gap.low < 0 < gap.high for gap in gaps.values())
 
@@ -123,3 +126,12 @@ def test_the_readme_tells_what_the_rows_say(width_rows):
     last = lines[(lines['method'] == 'IRMv1') & (lines['selection'] == 'last') & (lines['metric'] == 'test_accuracy')]
     gap = difference(*(last[last['width'] == h]['value'] for h in WIDTHS))
     assert f'(by {gap.mean:.1f} points, 95 % interval {gap.low:.1f} to {gap.high:.1f})' in readme
+    inside = budget_at_oracle(width_rows).loc['mlp_width', 'ColoredMNIST']
+    assert f'{inside["weights allowed"].min():.0f} to {inside["weights allowed"].max():.0f} % of the weights' in readme
+    irm, irm_wide, rex, rex_wide = inside['oracle, inside the budget'].map('{:.1f}'.format)
+    assert f'SparseIRM-IRMv1 {irm} (160, in 2 of 3 seeds) and {irm_wide} (640), SparseIRM-REx {rex} and {rex_wide}.' in readme
+    assert inside['seeds inside'].tolist() == [2, 3, 3, 3]
+    sparse = lines[lines['method'].str.startswith('SparseIRM') & (lines['metric'] == 'test_accuracy')]
+    for _, part in sparse.groupby(['experiment', 'method', 'selection']):
+        rise = difference(*(part[part['width'] == h]['value'].dropna() for h in reversed(WIDTHS)))
+        assert rise.low < 0 < rise.high
