@@ -45,14 +45,19 @@ def _listener(heard: list[Tensor], layer: str | None) -> Callable[[Tensor], None
         heard.append(value.reshape(len(value), -1).float().clone())
     return listen
 
-# %% ../nbs/17_probes.ipynb #b90a138e
+# %% ../nbs/17_probes.ipynb #60e0a341
 @torch.no_grad()
 def features(model: nn.Module, x: Tensor, layer: str | None = None, m: Tensor | None = None,
              statistics: str = 'running', rows: int = 1000) -> Tensor:
     """Representation [n, k] (float32, on the model's device) of x [n, ...]: input of the last Linear, or output of `layer`.
 
     m: mask [d] of a masked model, None: the thresholded one. statistics: as `evaluating`. rows: examples at a time.
-    ValueError for an unknown layer, one that does not run exactly once a call, or m with a model that has no mask."""
+    ValueError for an unknown layer, one that does not run exactly once a call, m with a model that has no mask, no
+    examples or rows below 1."""
+    if not len(x):
+        raise ValueError(f'x: got {list(x.shape)}, takes [n, ...] with n >= 1')
+    if rows < 1:
+        raise ValueError(f'rows: got {rows}, takes 1 or more examples at a time')
     masked = isinstance(model, Masked)
     if m is not None and not masked:
         raise ValueError(f'm: got a mask for a {type(model).__name__} that has none, takes None')
@@ -90,7 +95,7 @@ def standardized(z: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     scale = z.std(0, correction=0).maximum(1e-5 * mean.abs()).clamp_(min=1e-30)
     return (z - mean) / scale, (other - mean) / scale
 
-# %% ../nbs/17_probes.ipynb #056be330
+# %% ../nbs/17_probes.ipynb #973f7cbd
 def _check_probe(prefix: str, z: Tensor, target: Tensor) -> None:
     "Refuse a representation that is not [n, k] and finite, or a target that is not int64 [n] from 0."
     if z.ndim != 2 or len(z) == 0 or not z.isfinite().all():
@@ -107,6 +112,8 @@ def probe(z: Tensor, target: Tensor, test_z: Tensor, test_target: Tensor, config
     The seed names its initial weights. ValueError for tensors of another kind, by name."""
     _check_probe('', z, target)
     _check_probe('test_', test_z, test_target)
+    if test_z.shape[1] != z.shape[1]:
+        raise ValueError(f'test_z: got {list(test_z.shape)}, takes [n, {z.shape[1]}], as many features as z')
     target, test_target = target.to(z.device), test_target.to(z.device)
     values = max(2, int(torch.cat([target, test_target]).max()) + 1)
     z, test_z = standardized(z, test_z.to(z)) if config.standardize else (z, test_z.to(z))
@@ -119,25 +126,34 @@ def probe(z: Tensor, target: Tensor, test_z: Tensor, test_target: Tensor, config
         cross_entropy(net(z), target).backward()
         optimizer.step()
     with torch.no_grad():
-        train, test = ((net(a).argmax(1) == b).double().mean().item() for a, b in ((z, target), (test_z, test_target)))
+        train, test = ((net(a).argmax(1) == b).sum().item() / len(b) for a, b in ((z, target), (test_z, test_target)))
     return train, test
 
-# %% ../nbs/17_probes.ipynb #8896d1c4
+# %% ../nbs/17_probes.ipynb #89f6b745
 def probe_model(model: nn.Module, train: Environment, test: Environment, target: str = 'spurious', layer: str | None = None,
-                m: Tensor | None = None, config: Probe = Probe(), seeds: Sequence[int] = (0, 1, 2)) -> dict[str, Summary]:
-    """Accuracy (0 to 1) on 'train' and 'test' of probes for the 'spurious' feature, or 'y', over the probe's seeds (knowl 9).
+                m: Tensor | None = None, config: Probe = Probe(), seeds: Sequence[int] = (0, 1, 2),
+                statistics: str = 'running') -> dict[str, Summary]:
+    """Accuracy (0 to 1) on 'train' and 'test' of probes for the 'spurious' feature, or 'y', over the probe's seeds.
 
-    The environments should be new draws in which colour and label are independent: correlation 1/k for k colours.
-    layer, m: as `features`. ValueError or TypeError as there and in `probe`."""
+    The experiment of SparseIRM, Section 5.3. The environments should be new draws in which colour and label are
+    independent: correlation 1/k for k colours. layer, m, statistics: as `features`.
+    ValueError for no seeds; ValueError or TypeError as there and in `probe`."""
     check_name('target', target, ('spurious', 'y'))
-    z, test_z = features(model, train.x, layer, m), features(model, test.x, layer, m)
+    if not len(seeds):
+        raise ValueError('seeds: got none, takes at least one')
+    z, test_z = (features(model, e.x, layer, m, statistics) for e in (train, test))
     pairs = [probe(z, getattr(train, target), test_z, getattr(test, target), config, seed) for seed in seeds]
     return {name: summary(values) for name, values in zip(('train', 'test'), zip(*pairs))}
 
-# %% ../nbs/17_probes.ipynb #273e8241
+# %% ../nbs/17_probes.ipynb #e67883bc
+def _mean(change: Tensor) -> float:
+    "The mean of |change|, summed in float64 on the CPU."
+    return change.abs().cpu().double().mean().item()
+
+
 def change_between(z: Tensor) -> float:
     "Mean |change| of representations z [n, k] from one example to the next, the last to the first."
-    return (z - z.roll(1, 0)).abs().double().mean().item()
+    return _mean(z - z.roll(1, 0))
 
 
 def flip_ratio(z: Tensor, flipped: Tensor) -> float:
@@ -147,7 +163,7 @@ def flip_ratio(z: Tensor, flipped: Tensor) -> float:
     if z.ndim != 2 or len(z) < 2 or flipped.shape != z.shape:
         raise ValueError(f'flipped: got {list(flipped.shape)} for z {list(z.shape)}, takes the same shape [n, k], n >= 2')
     between = change_between(z)
-    return (z - flipped).abs().double().mean().item() / between if between > 0 else math.nan
+    return _mean(z - flipped) / between if between > 0 else math.nan
 
 # %% ../nbs/17_probes.ipynb #62a2ff63
 def show_flips(changes: Mapping[str, Tensor], between: Mapping[str, float]):

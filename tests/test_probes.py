@@ -5,11 +5,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from sparse_irm.environments import Environment
 from sparse_irm.masks import sparsify
 from sparse_irm.models import MLP
-from sparse_irm.probes import Probe, features, flip_ratio, probe, probe_model, remembered, show_flips, standardized
+from sparse_irm.probes import (Probe, change_between, features, flip_ratio, probe, probe_model, remembered, show_flips,
+                               standardized)
 
 QUICK = Probe(hidden=16, steps=60, lr=2e-2)
 
@@ -89,6 +91,11 @@ def test_other_wrong_input_is_told(net):
         features(nn.Sequential(nn.LSTM(6, 3)), x, layer='0')
     with pytest.raises(ValueError, match='m: got a mask for a MLP'):
         features(net, x, m=torch.ones(3))
+    for rows in 0, -1:
+        with pytest.raises(ValueError, match=f'rows: got {rows}, takes 1 or more'):
+            features(net, x, rows=rows)
+    with pytest.raises(ValueError, match=r'x: got \[0, 6\], takes \[n, ...\] with n >= 1'):
+        features(net, x[:0])
 
 
 # probe
@@ -133,6 +140,7 @@ def test_an_empty_representation_gives_the_majority():
     (dict(target=torch.zeros(3, dtype=torch.int64)), r'target: got torch.int64 \[3\], takes int64 \[400\]'),
     (dict(test_target=torch.zeros(400)), r'test_target: got torch.float32'),
     (dict(test_target=torch.full((400,), -1)), 'values from 0'),
+    (dict(test_z=torch.zeros(400, 5)), r'test_z: got \[400, 5\], takes \[n, 6\]'),
 ])
 def test_wrong_tensors_are_told(change, told):
     z, target = draws()
@@ -157,6 +165,46 @@ def test_probe_model_probes_colour_or_label_over_seeds(net):
     assert abs(probe_model(net, train, test, 'y', config=QUICK, seeds=[0])['test'].mean - 0.5) < 0.15
     with pytest.raises(ValueError, match="target: got 'colour'"):
         probe_model(net, train, test, 'colour')
+    with pytest.raises(ValueError, match='seeds: got none'):
+        probe_model(net, train, test, seeds=())
+
+
+def test_probe_model_reads_by_the_named_statistics():
+    "The colour is a shift of all numbers, which the statistics of a batch of one colour take out."
+    x, label = draws(200)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))
+    train, test = (Environment('e', x + 8 * c, label, torch.full((200,), c)) for c in (0, 1))
+    for statistics in 'running', 'batch':
+        by_hand = [probe(features(model, train.x, statistics=statistics), label, features(model, test.x, statistics=statistics),
+                         label, QUICK)]
+        found = probe_model(model, train, test, 'y', config=QUICK, seeds=[0], statistics=statistics)
+        assert [(found['train'].mean, found['test'].mean)] == by_hand
+        assert (found['test'].mean == found['train'].mean) == (statistics == 'batch')
+
+
+class WithoutFloat64(TorchFunctionMode):
+    "Makes the CPU a device without float64: only what .cpu() gives, which then lies elsewhere, may become float64."
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.Tensor.cpu:
+            out = out.clone()
+            out.elsewhere = True
+        elif isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            given = [a for a in args if isinstance(a, torch.Tensor)]
+            if not any(a.dtype == torch.float64 or hasattr(a, 'elsewhere') for a in given):
+                raise TypeError(f'float64 made by {function}')
+        return out
+
+
+def test_probes_work_on_a_device_without_float64(net):
+    x, colour = draws()
+    e = Environment('e', x, draws(seed=3)[1], colour)
+    asked = lambda: (probe_model(net, e, e, config=QUICK, seeds=[0]), change_between(x), flip_ratio(x, x.flip(1)))
+    expected = asked()
+    with WithoutFloat64():
+        assert asked() == expected
+        with pytest.raises(TypeError, match='float64 made by'):
+            x.double()
 
 
 # flip
