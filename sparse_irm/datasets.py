@@ -26,8 +26,8 @@ DATASETS = {
                           steps=900, evaluate_every=12, anneal_step=80),
 }
 
-# %% ../nbs/21_datasets.ipynb #b0bc93cc
-_SPREAD = {'ColoredMNIST': 1200, 'CIFARMNIST': 1500, 'ColoredObject': 1000}  # c of Bayesian IRM's sigma = c / n
+# %% ../nbs/21_datasets.ipynb #237ac693
+_SPREAD = {'CIFARMNIST': 1500, 'ColoredObject': 1000}  # c of Bayesian IRM's sigma = c / n, else 1200, or 1350 for few
 
 
 def penalty_settings(penalty: str, dataset: str, n_train: int) -> dict:
@@ -37,7 +37,8 @@ def penalty_settings(penalty: str, dataset: str, n_train: int) -> dict:
         return dict(halves='absolute')
     if penalty != 'birm':
         return {}
-    settings = dict(scale_std=min(0.27, _SPREAD.get(dataset, _SPREAD['ColoredMNIST']) / n_train))
+    spread = _SPREAD.get(dataset, 1200 if n_train > 5_000 else 1350)
+    settings = dict(scale_std=min(0.27, spread / n_train))
     if dataset == 'ColoredObject':
         settings['penalty'] = 'birm-rex'
     elif batches:

@@ -50,7 +50,7 @@ def test_photographs_have_the_published_settings(dataset, published):
 
 @pytest.mark.parametrize('dataset, n, expected', [
     ('ColoredMNIST', 20_000, dict(penalty='birm', halves='none', scale_std=0.06)),
-    ('ColoredMNIST', 5_000, dict(penalty='birm', halves='none', scale_std=0.24)),
+    ('ColoredMNIST', 5_000, dict(penalty='birm', halves='none', scale_std=0.27)),
     ('ColoredMNIST', 500, dict(penalty='birm', halves='none', scale_std=0.27)),
     ('CIFARMNIST', 10_000, dict(penalty='birm', halves='signed', scale_std=0.15)),
     ('ColoredObject', 12_000, dict(penalty='birm-rex', halves='none', scale_std=1 / 12)),
@@ -59,6 +59,8 @@ def test_bayesian_irm_has_its_published_estimators(dataset, n, expected):
     run = make_run('BayesianIRM', dataset, n_train=n)
     assert {k: getattr(run, k) for k in expected} == pytest.approx(expected)
     assert make_run('BayesianIRM', dataset, n_train=n, scale_std=0.5).scale_std == 0.5
+    own = make_run('BayesianIRM', dataset, n_train=n, steps=800, schedule='step')      # as its own code on ColoredObject
+    assert (own.steps, own.schedule, own.penalty) == (800, 'step', run.penalty)
     assert penalty_settings('none', dataset, n) == penalty_settings('rex', dataset, n) == {}
 
 
