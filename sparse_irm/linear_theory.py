@@ -36,12 +36,12 @@ class LinearData:
     def dim(self) -> int:
         return len(self.kinds)
 
-# %% ../nbs/18_linear_theory.ipynb #d51eeeda
+# %% ../nbs/18_linear_theory.ipynb #eaf78902
 @dataclass(frozen=True)
 class LinearModel:
     """The distribution: gamma [d_inv], alpha [E, d_s], n_random = d_r, noise = standard deviation of eps_inv.
 
-    ValueError for empty or misshapen arrays, fewer than two environments, noise <= 0 or an unknown family."""
+    ValueError for misshapen arrays, fewer than two environments, noise <= 0, a bad n_random or an unknown family."""
     gamma: np.ndarray
     alpha: np.ndarray
     n_random: int
@@ -55,8 +55,8 @@ class LinearModel:
             raise ValueError(f'gamma: got shape {gamma.shape}, takes [d_inv], d_inv >= 1, finite')
         if alpha.ndim != 2 or len(alpha) < 2 or not np.isfinite(alpha).all():
             raise ValueError(f'alpha: got shape {alpha.shape}, takes [E, d_s], E >= 2 environments, finite')
-        if self.n_random < 0 or not 0 < self.noise < np.inf:
-            raise ValueError(f'n_random, noise: got {self.n_random}, {self.noise}, takes n_random >= 0 and noise > 0')
+        if not isinstance(self.n_random, (int, np.integer)) or self.n_random < 0 or not 0 < self.noise < np.inf:
+            raise ValueError(f'n_random, noise: got {self.n_random}, {self.noise}, takes a whole number >= 0, and > 0')
         if self.family not in FAMILIES:
             raise ValueError(f'family: got {self.family!r}, takes one of {", ".join(FAMILIES)}')
 
@@ -94,11 +94,9 @@ def reference_model(d: int, d_inv: int = 2) -> LinearModel:
     alpha = np.where(np.stack([low_first, ~low_first]), 0.5, 2.0)      # [2, d_s]
     return LinearModel(np.ones(d_inv), alpha, n_random=d - d_inv - alpha.shape[1])
 
-# %% ../nbs/18_linear_theory.ipynb #9cc4ed40
+# %% ../nbs/18_linear_theory.ipynb #0ef92abf
 def random_model(seed: int, d: int | None = None, delta: float = 0.75) -> LinearModel:
-    """A model that meets the theorem's assumptions: d_inv 1 to 3, 2 to 4 environments, alpha varying by delta.
-
-    d: number of features, by default random and at most 11. ValueError below 7."""
+    "Meets the theorem's assumptions, alpha varying by delta; d features, None: 5 to 11. ValueError for d below 7."
     rng = np.random.default_rng(seed)
     d_inv, E, d_s, d_r = rng.integers(1, 4), rng.integers(2, 5), rng.integers(2, 5), rng.integers(2, 5)
     if d is not None:
@@ -111,7 +109,7 @@ def random_model(seed: int, d: int | None = None, delta: float = 0.75) -> Linear
         alpha[:, flat] = rng.uniform(0.5, 2.5, (E, flat.sum()))
     return LinearModel(gamma, alpha, int(d_r), noise=rng.uniform(0.5, 1), family=rng.choice(list(FAMILIES)))
 
-# %% ../nbs/18_linear_theory.ipynb #e371cb82
+# %% ../nbs/18_linear_theory.ipynb #29ad0e54
 PENALTIES = ('gap', 'gradient')
 
 
@@ -128,17 +126,17 @@ def _designs(data: LinearData, selector: np.ndarray) -> list[np.ndarray]:
     return [np.column_stack([x[:, selector], np.ones(len(x))]) for x in data.x]
 
 
-def _check_penalty(penalty: str, weight: float) -> None:
-    if penalty not in PENALTIES:
-        raise ValueError(f'penalty: got {penalty!r}, takes one of {", ".join(PENALTIES)}')
+def _check_weight(weight: float) -> None:
     if not 0 <= weight < np.inf:
         raise ValueError(f'penalty_weight: got {weight}, takes a finite number >= 0')
 
-# %% ../nbs/18_linear_theory.ipynb #839a209b
+# %% ../nbs/18_linear_theory.ipynb #a9379f50
 def fit(data: LinearData, selector: np.ndarray, penalty_weight: float,
         penalty: str = 'gap') -> tuple[np.ndarray, float]:
     "The optimal predictor of a selector: v [d], zero where not selected, and b. ValueError for a bad argument."
-    _check_penalty(penalty, penalty_weight)
+    if penalty not in PENALTIES:
+        raise ValueError(f'penalty: got {penalty!r}, takes one of {", ".join(PENALTIES)}')
+    _check_weight(penalty_weight)
     rows, targets = [], []
     for z, y in zip(_designs(data, selector), data.y):
         rows.append(z / len(y) ** 0.5)
@@ -206,7 +204,7 @@ def population_moments(model: LinearModel) -> Moments:
         cov[np.flatnonzero(s), np.flatnonzero(s)] += alpha ** 2
     return Moments(within, within.sum(0))
 
-# %% ../nbs/18_linear_theory.ipynb #5eada348
+# %% ../nbs/18_linear_theory.ipynb #8d728d60
 def subsets(d: int, k: int) -> np.ndarray:
     "All subsets of k of d features, one a column, increasing. [k, C(d, k)]"
     if k == 2:
@@ -231,12 +229,13 @@ def residual_variances(cov: np.ndarray, subsets: np.ndarray) -> np.ndarray:
 
 
 def objectives(moments: Moments, subsets: np.ndarray, penalty_weight: float) -> np.ndarray:
-    "Gap objective of each subset. subsets [k, m]; result [m]."
+    "Gap objective of each subset. subsets [k, m]; result [m]. ValueError for a negative penalty_weight."
+    _check_weight(penalty_weight)
     pooled = residual_variances(moments.pooled, subsets)
     within = sum(residual_variances(cov, subsets) for cov in moments.within)
     return pooled + penalty_weight * np.maximum(pooled - within, 0)    # the gap, but for rounding, is never negative
 
-# %% ../nbs/18_linear_theory.ipynb #ac6d29ce
+# %% ../nbs/18_linear_theory.ipynb #a7affffc
 def all_subsets(d: int, budget: int) -> list[np.ndarray]:
     "`subsets` of every size from 0 to the budget. ValueError unless 0 <= budget <= d."
     if not 0 <= budget <= d:
@@ -245,7 +244,7 @@ def all_subsets(d: int, budget: int) -> list[np.ndarray]:
 
 
 def best_selector(moments: Moments, budget: int, penalty_weight: float) -> np.ndarray:
-    "The selector of least gap objective among all of at most `budget` features, by exhaustive search. bool [d]"
+    "Least gap objective within the budget, by exhaustive search: bool [d]. ValueError for a bad budget or weight."
     groups = all_subsets(moments.dim, budget)
     values = [objectives(moments, group, penalty_weight) for group in groups]
     k = int(np.argmin([v.min() for v in values]))
@@ -266,15 +265,17 @@ def margin(moments: Moments, selector: np.ndarray, groups: Sequence[np.ndarray],
         raise ValueError(f'selector: got {len(chosen)} features, takes a selector among the groups searched')
     return float(rivals - own[0])
 
-# %% ../nbs/18_linear_theory.ipynb #61016186
+# %% ../nbs/18_linear_theory.ipynb #a7270ea0
 def success(model: LinearModel, n: int, penalty_weight: float, draws: int, seed: int) -> np.ndarray:
-    "In which of the draws of n samples an environment is the invariant selector the strict optimum? bool [draws]"
+    "In which draws of n samples an environment is the invariant selector the strict optimum? bool [draws], draws >= 1"
+    if draws < 1:
+        raise ValueError(f'draws: got {draws}, takes 1 or more')
     inv = model.kinds == 'invariant'
     groups = all_subsets(model.dim, int(inv.sum()))
     return np.array([margin(moments(sample(model, n, [seed, model.dim, n, k])), inv, groups, penalty_weight) > 0
                      for k in range(draws)])
 
-# %% ../nbs/18_linear_theory.ipynb #0cc07c8a
+# %% ../nbs/18_linear_theory.ipynb #9806ee6d
 def sample_size(sizes: Sequence[int], rates: Sequence[float], level: float = 0.95) -> float:
     "n at which the monotone fit to the success rates reaches `level`; NaN when the sizes do not enclose it."
     from sklearn.isotonic import isotonic_regression
@@ -282,10 +283,9 @@ def sample_size(sizes: Sequence[int], rates: Sequence[float], level: float = 0.9
     if len(sizes) != len(rates) or np.any(np.diff(sizes) <= 0):
         raise ValueError(f'sizes: got {list(sizes)} for {len(rates)} rates, takes increasing sizes, one for each rate')
     smooth = isotonic_regression(np.asarray(rates, float))
-    above = np.flatnonzero(smooth >= level)
-    if not len(above) or above[0] == 0:
+    i = int(np.argmax(smooth >= level))                                # 0 also when no rate reaches the level
+    if i == 0:
         return float('nan')
-    i = above[0]
     return float(np.exp(np.interp(level, smooth[i - 1:i + 1], np.log(sizes[i - 1:i + 1]))))
 
 
@@ -293,8 +293,7 @@ def sample_size_interval(sizes: Sequence[int], won: np.ndarray, seed: int = 0) -
     "95 % interval from 400 bootstrap samples of `sample_size`. won [len(sizes), draws], as from `success`."
     rng, (rows, draws) = np.random.default_rng(seed), won.shape
     rates = rng.binomial(draws, won.mean(1), (400, rows)) / draws     # resampling 0/1 draws is a binomial
-    low, high = np.nanpercentile([sample_size(sizes, r) for r in rates], [2.5, 97.5])
-    return float(low), float(high)
+    return tuple(np.nanpercentile([sample_size(sizes, r) for r in rates], [2.5, 97.5]).tolist())
 
 # %% ../nbs/18_linear_theory.ipynb #677cd039
 @dataclass(frozen=True)
@@ -350,7 +349,7 @@ def _masked_loss(x: torch.Tensor, y: torch.Tensor, m: torch.Tensor, v: torch.Ten
     penalty = grad_v.square().sum((1, 2)) + (2 * residual.mean(-1)).square().sum(1)         # [B]
     return (residual.square().mean(-1).sum(1) + penalty_weight * penalty) / (1 + penalty_weight)
 
-# %% ../nbs/18_linear_theory.ipynb #36637013
+# %% ../nbs/18_linear_theory.ipynb #ad034a7f
 def _stack(datasets: Sequence[LinearData]) -> tuple[torch.Tensor, torch.Tensor]:
     "x [B, E, n, d] and y [B, E, n] of several data sets of one shape."
     shapes = {tuple(x.shape for x in data.x) for data in datasets}
@@ -363,11 +362,12 @@ def recover_sparse(datasets: Sequence[LinearData], budget: int, penalty_weight: 
                    steps: int = 1500, score_lr: float = 6e-3, weight_lr: float = 2e-2, seed: int = 0) -> np.ndarray:
     """SparseIRM (algorithm 1) on every data set: the `budget` features of largest probability. bool [B, d]
 
-    ValueError for an unknown start, a bad budget, or data sets that are not of one shape."""
+    ValueError for an unknown start, a bad budget, weight or steps, or data sets that are not of one shape."""
     x, y = _stack(datasets)
     _check_budget(budget, x.shape[-1])
-    if start not in ('ones', 'budget'):
-        raise ValueError(f'start: got {start!r}, takes ones or budget')
+    _check_weight(penalty_weight)
+    if start not in ('ones', 'budget') or steps < 1:
+        raise ValueError(f'start, steps: got {start!r}, {steps}, takes ones or budget, and 1 or more')
     v, b = torch.zeros_like(x[:, 0, 0]), torch.zeros_like(y[:, 0, 0])           # [B, d], [B]
     s = torch.full_like(v, 1.0 if start == 'ones' else budget / v.shape[1])     # [B, d]
     for parameter in (s, v, b):
