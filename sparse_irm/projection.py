@@ -82,7 +82,7 @@ def _sections(s: Tensor, budget: Tensor) -> Tensor:
         low, high = torch.where(over, v, low).max(), torch.where(over, high, v).min()
     return high
 
-# %% ../nbs/06_projection.ipynb #a9fdb2bb
+# %% ../nbs/06_projection.ipynb #f7d3f1e9
 @torch.no_grad()
 def project_(s: Tensor, budget: float | Tensor) -> Tensor:
     "`project` in place and unchecked, without host synchronisation; budget may be a scalar tensor. NaN spreads to all."
@@ -95,7 +95,7 @@ def project_(s: Tensor, budget: float | Tensor) -> Tensor:
 
 
 def project(s: Tensor, budget: float) -> Tensor:
-    """The nearest point to s [d] in {0 <= x <= 1, sum x <= budget}, as a new tensor without gradient (knowl 2).
+    """The nearest point to s [d] in {0 <= x <= 1, sum x <= budget}, as a new tensor without gradient.
 
     s: float32 or float64, d >= 1. ValueError for another s, one with NaN, infinity or a size of 2^53 and more, or
     unless 0 <= budget <= d. Linear in d.
