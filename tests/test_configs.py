@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_irm.configs import PAPER_TEXT, PUBLISHED_CODE, Config, Training, choice, config_hash, number
+from sparse_irm.configs import HALVES, PAPER_TEXT, PUBLISHED_CODE, Config, Training, choice, config_hash, number
 
 FIELDS = {f.name: f for f in dataclasses.fields(Training)}
 HINTS = {name: hint.__name__ if isinstance(hint, type) else str(hint)
@@ -19,6 +19,7 @@ MAY_BE_NONE = {name for name, hint in HINTS.items() if 'None' in hint}
 NAMED = {name: f.metadata['names'] for name, f in FIELDS.items() if 'names' in f.metadata}
 SWITCHES = {name for name, hint in HINTS.items() if hint == 'bool'}
 NUMBERS = set(FIELDS) - set(NAMED) - SWITCHES
+BESIDE = {'halves': dict(penalty='irmv1'), 'sparsity': dict(keep=1.0)}   # fields that are refused alone
 
 
 def values(name, *wrong):
@@ -54,7 +55,8 @@ def test_wrong_types_are_refused_by_name(name, value):
 def test_wrong_values_are_refused_by_name(name, value):
     with pytest.raises(ValueError) as told:
         Training(**{name: value})
-    assert str(told.value).startswith(f'{name}: got ') and '\n' not in str(told.value)
+    assert str(told.value).startswith(f'{name}: got {value!r}' if name not in PAIRS else f'{name}: got ')
+    assert '\n' not in str(told.value)
 
 
 def test_limits_themselves_are_taken():
@@ -62,12 +64,27 @@ def test_limits_themselves_are_taken():
         for end in {FIELDS[name].metadata['low'], FIELDS[name].metadata['high']} - {None}:
             assert getattr(Training(**{name: (end, end) if name in PAIRS else end}), name) is not None
     for name, names in NAMED.items():
-        assert [getattr(Training(**{name: value}), name) for value in names] == list(names)
+        assert [getattr(Training(**{name: value}, **BESIDE.get(name, {})), name) for value in names] == list(names)
 
 
 def test_a_whole_number_beyond_floats_is_refused_by_name():
-    with pytest.raises(ValueError, match='lr: got'):
-        Training(lr=10 ** 400)
+    for value, told in (10 ** 400, 'inf'), (-10 ** 400, '-inf'):
+        with pytest.raises(ValueError, match=f'lr: got {told},'):
+            Training(lr=value)
+    assert Training(lr=1e308).lr == 1e308
+
+
+@pytest.mark.parametrize('changes, told', [
+    *[(dict(halves=h, penalty=p), f"halves: got '{h}' with penalty '{p}', takes none there")
+      for h in ('signed', 'absolute') for p in ('none', 'birm-rex')],
+    (dict(halves='absolute', penalty='birm'), "halves: got 'absolute' with penalty 'birm', takes none or signed there"),
+    (dict(halves='signed', meta_lr=0.1), "halves: got 'signed' with penalty 'none'"),
+    (dict(sparsity=1.0), 'sparsity: got 1.0 for a dense network, takes 0 where keep is None'),
+])
+def test_a_field_without_effect_is_refused(changes, told):
+    with pytest.raises(ValueError) as error:
+        Training(**changes)
+    assert told in str(error.value)
 
 
 @pytest.mark.parametrize('key, told', [
@@ -174,16 +191,18 @@ def another(name):
 
 
 def test_every_field_counts_in_the_hash():
-    hashes = {config_hash(Training(**{name: another(name)})) for name in FIELDS}
+    hashes = {config_hash(Training(**{name: another(name)}, **BESIDE.get(name, {}))) for name in FIELDS}
     assert len(hashes | {config_hash(Training())}) == len(FIELDS) + 1
 
 
 positive = st.floats(1e-3, 1e6)
 configs = st.builds(
-    Training, steps=st.integers(1, 10 ** 6), batch_size=st.none() | st.integers(1, 10 ** 6),
+    lambda pair, **rest: Training(penalty=pair[0], halves=pair[1], **rest),
+    st.sampled_from([(p, h) for p in NAMED['penalty'] for h in HALVES.get(p, ['none'])]), steps=st.integers(1, 10 ** 6), batch_size=st.none() | st.integers(1, 10 ** 6),
     seed=st.integers(0, 2 ** 63 - 1), lr=positive, penalty_weight=positive, keep=st.none() | st.floats(1e-6, 1),
     temperature=st.tuples(positive, positive),
-    budget=st.tuples(st.floats(0, 0.5), st.floats(0.5, 1)), **{name: st.sampled_from(NAMED[name]) for name in NAMED})
+    budget=st.tuples(st.floats(0, 0.5), st.floats(0.5, 1)),
+    **{name: st.sampled_from(NAMED[name]) for name in NAMED if name not in ('penalty', 'halves')})
 
 
 @given(configs, configs)
