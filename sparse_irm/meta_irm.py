@@ -25,10 +25,14 @@ def adapt(risk_of: Callable[[dict], Tensor], weights: dict[str, Tensor], lr: flo
         weights = {k: w - lr * (slopes[k] if second_order else slopes[k].detach()) for k, w in weights.items()}
     return weights
 
-# %% ../nbs/11_meta_irm.ipynb #496aa69a
+# %% ../nbs/11_meta_irm.ipynb #4a357cc5
 def meta_losses(risk_of: Callable[[dict, int], Tensor], weights: dict[str, Tensor], environments: int, lr: float,
                 steps: int = 1, second_order: bool = True, same_environment: bool = False) -> Tensor:
-    "M_i [E]: mean risk on the other environments after adapting to i; risk_of(weights, e) is R_e. ValueError for E = 1."
+    """M_i [E]: mean risk on the other environments after adapting to i; risk_of(weights, e) is R_e.
+
+    same_environment: judge on environment i itself. ValueError for E < 2, with same_environment for E < 1."""
+    if same_environment and environments < 1:
+        raise ValueError(f'environments: got {environments}, takes at least 1')
     if environments < 2 and not same_environment:
         raise ValueError(f'environments: got {environments}, '
                          'Meta-IRM takes at least 2: one to adapt to, one to be judged on')

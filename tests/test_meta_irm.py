@@ -10,6 +10,7 @@ from sparse_irm.meta_irm import adapt, meta_loss, meta_losses, meta_objective
 from sparse_irm.methods import METHODS, method_settings
 from sparse_irm.metrics import select
 from sparse_irm.models import MLP
+from sparse_irm.penalties import risk
 from sparse_irm.sources import digits
 from sparse_irm.training import Batches, fit, join, load_checkpoint, new_state, predict, save_checkpoint, train_step
 
@@ -101,6 +102,8 @@ def test_one_environment_has_no_other():
     with pytest.raises(ValueError, match='environments: got 1, Meta-IRM takes at least 2'):
         meta_losses(curved, start(), 1, 0.1)
     assert meta_losses(curved, start(), 1, 0.1, same_environment=True).shape == (1,)
+    with pytest.raises(ValueError, match='environments: got 0, takes at least 1'):
+        meta_losses(curved, start(), 0, 0.1, same_environment=True)
 
 
 @pytest.mark.parametrize('n', [1, 2, 5])
@@ -152,6 +155,23 @@ def test_a_checkpoint_from_before_these_fields_is_continued(benchmark, tmp_path)
     parts['config'] = {k: v for k, v in parts['config'].items() if not k.startswith('meta_')}
     torch.save(parts, tmp_path / 'state.pt')
     assert load_checkpoint(new_state(MLP(128, 6), c), tmp_path / 'state.pt').step == 6
+
+
+@pytest.mark.parametrize('changes', [dict(), dict(meta_steps=2), dict(meta_second_order=False, meta_steps=2),
+                                     dict(meta_same_environment=True)], ids=repr)
+def test_the_loss_of_a_batch_has_the_switches_of_the_configuration(changes, benchmark):
+    c, model = config(meta_lr=0.5, **changes), MLP(128, 6)
+    x, y, sizes = Batches(benchmark.train, c)(0)
+    parts, weights = list(zip(x.split(sizes), y.split(sizes))), dict(model.named_parameters())
+
+    def risk_of(weights, e):
+        return risk(torch.func.functional_call(model, weights, (parts[e][0],)), parts[e][1])
+    losses = meta_losses(risk_of, weights, 2, 0.5, changes.get('meta_steps', 1), changes.get('meta_second_order', True),
+                         changes.get('meta_same_environment', False))
+    wanted, got = losses.mean() + 2 * (losses[0] - losses[1]).abs() / 2, meta_loss(model, x, y, sizes, 'binary', c, 2.0)
+    torch.testing.assert_close(got, wanted)
+    for a, b in zip(*(torch.autograd.grad(loss, list(weights.values())) for loss in (got, wanted))):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize('method', META)
