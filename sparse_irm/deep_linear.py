@@ -18,16 +18,16 @@ __all__ = ['cyclic', 'permutations', 'rotations', 'reflections', 'projector', 'i
            'product', 'train', 'CriticalPoint', 'critical_points', 'factors', 'flatten', 'gradient', 'hessian',
            'descent_direction', 'regularization_path']
 
-# %% ../nbs/19_deep_linear.ipynb #f6444280
+# %% ../nbs/19_deep_linear.ipynb #ecbb047c
 def _matrices(rows: Tensor) -> Tensor:
     "Permutation matrices [|G|, d, d] of the index table `rows` [|G|, d]: (rho_g x)_i = x[rows[g, i]]."
     return torch.eye(rows.shape[1], dtype=torch.float64)[rows]
 
 def _check_size(name: str, value: int, largest: int | None = None):
     "Refuse a size that is not a positive integer (at most `largest`)."
-    valid = 'a positive integer' + (f' up to {largest}' if largest else '')
-    if isinstance(value, bool) or not isinstance(value, int): raise TypeError(f'{name} must be {valid}, got {value!r}')
-    if value < 1 or (largest and value > largest): raise ValueError(f'{name} must be {valid}, got {value}')
+    told = f'{name}: got {value!r}, takes a positive integer' + (f' up to {largest}' if largest else '')
+    if isinstance(value, bool) or not isinstance(value, int): raise TypeError(told)
+    if value < 1 or (largest and value > largest): raise ValueError(told)
 
 # %% ../nbs/19_deep_linear.ipynb #d15d1a3e
 def cyclic(n: int) -> Tensor:
@@ -57,22 +57,22 @@ def reflections(side: int) -> Tensor:
     grid = _pixels(side)
     return _matrices(torch.stack([grid.flatten(), grid.flip(1).flatten()]))
 
-# %% ../nbs/19_deep_linear.ipynb #546f5499
+# %% ../nbs/19_deep_linear.ipynb #246ddc77
 def projector(group: Tensor) -> Tensor:
     """Orthogonal projector P [d, d] onto the vectors fixed by `group` [|G|, d, d]: P = mean of rho_g.
 
     Raises TypeError/ValueError unless `group` is a stack of orthogonal matrices closed under products."""
     if not torch.is_tensor(group) or group.dim() != 3 or group.shape[1] != group.shape[2] or not len(group):
-        raise TypeError('group must be a tensor of matrices [|G|, d, d], got '
-                        f'{list(group.shape) if torch.is_tensor(group) else type(group).__name__}')
+        raise TypeError(f'group: got {list(group.shape) if torch.is_tensor(group) else type(group).__name__}, '
+                        'takes a tensor of matrices [|G|, d, d]')
     group, d, tol = group.double(), group.shape[1], 1e-6
     identity = torch.eye(d, dtype=group.dtype, device=group.device)
     if not (group @ group.mT - identity).abs().max() < tol:
-        raise ValueError('group must act orthogonally: some rho_g rho_g^T is not the identity')
+        raise ValueError('group: got some rho_g rho_g^T that is not the identity, takes orthogonal matrices')
     a, b = torch.randn(2, d, generator=torch.Generator().manual_seed(0), dtype=group.dtype).to(group.device)
     products = (a @ group) @ (group @ b).T                                       # [|G|, |G|]: a^T rho_g rho_h b
     if not (products.sort(0).values - (group @ b @ a).sort().values[:, None]).abs().max() < tol * d:
-        raise ValueError(f'group must be closed under products: these {len(group)} matrices are not a group')
+        raise ValueError(f'group: got {len(group)} matrices that are not a group, takes a stack closed under products')
     return group.mean(0)
 
 # %% ../nbs/19_deep_linear.ipynb #da6f1efa
@@ -85,47 +85,51 @@ def invariant_basis(group: Tensor) -> Tensor:
     "Orthonormal basis B [d, m] of the vectors fixed by `group` [|G|, d, d], so that B B^T = projector(group)."
     return _range(projector(group))
 
-# %% ../nbs/19_deep_linear.ipynb #a10051c6
+# %% ../nbs/19_deep_linear.ipynb #b17edaa2
 @dataclass(frozen=True)
 class Regression:
-    "Least squares through its moments: loss(W) = tr(W S W^T) - 2 tr(W C^T) + c for maps W [k, d]."
+    """Least squares through its moments: loss(W) = tr(W S W^T) - 2 tr(W C^T) + c for maps W [k, d].
+
+    ValueError for moments of other shapes."""
     sigma: Tensor     # S [d, d]: second moment of the inputs, positive semidefinite
     cross: Tensor     # C [k, d]: outputs against inputs
     constant: Tensor  # c []: mean squared norm of the outputs
 
     def __post_init__(self):
-        d = self.cross.shape[-1]
-        if self.cross.dim() != 2 or self.sigma.shape != (d, d):
-            raise ValueError('Regression takes sigma [d, d] and cross [k, d], got '
-                             f'{list(self.sigma.shape)} and {list(self.cross.shape)}')
+        if self.cross.dim() != 2 or self.sigma.shape != (self.cross.shape[1],) * 2:
+            raise ValueError(f'sigma, cross: got {list(self.sigma.shape)} and {list(self.cross.shape)}, '
+                             'takes [d, d] and [k, d]')
 
     def loss(self, w: Tensor) -> Tensor:
         "Mean squared error of the map `w` [k, d], plus the penalty if the moments hold one."
         return ((w @ self.sigma - 2 * self.cross) * w).sum() + self.constant
 
-# %% ../nbs/19_deep_linear.ipynb #3e6cf360
+# %% ../nbs/19_deep_linear.ipynb #b8e8d7ff
 def regression(x: Tensor, y: Tensor) -> Regression:
     """The least-squares problem of inputs `x` [n, d] and outputs `y` [n, k], in float64; no bias, so center them first.
 
-    Raises ValueError for other shapes, no rows, or values that are not finite."""
+    Raises TypeError unless both are tensors, ValueError for other shapes, no rows, or values that are not finite."""
+    if not (torch.is_tensor(x) and torch.is_tensor(y)):
+        raise TypeError(f'x, y: got {type(x).__name__} and {type(y).__name__}, takes tensors')
     if x.dim() != 2 or y.dim() != 2 or len(x) != len(y) or not len(x):
-        raise ValueError(f'regression takes x [n, d] and y [n, k] with n >= 1, got {list(x.shape)} and {list(y.shape)}')
+        raise ValueError(f'x, y: got {list(x.shape)} and {list(y.shape)}, takes [n, d] and [n, k] with n >= 1')
     x, y = x.double(), y.double()
-    if not (x.isfinite().all() and y.isfinite().all()): raise ValueError('x and y must be finite')
+    if not (x.isfinite().all() and y.isfinite().all()):
+        raise ValueError('x, y: got values that are not finite, takes finite ones')
     return Regression(x.T @ x / len(x), y.T @ x / len(x), y.square().sum() / len(x))
 
-# %% ../nbs/19_deep_linear.ipynb #5493b1a4
+# %% ../nbs/19_deep_linear.ipynb #8d9fde3b
 def in_basis(problem: Regression, basis: Tensor) -> Regression:
     "The problem for V [k, m] in W = V basis^T, with `basis` [d, m]."
     if basis.dim() != 2 or len(basis) != len(problem.sigma):
-        raise ValueError(f'basis must have one row per input, [{len(problem.sigma)}, m], got {list(basis.shape)}')
+        raise ValueError(f'basis: got {list(basis.shape)}, takes one row per input, [{len(problem.sigma)}, m]')
     return Regression(basis.T @ problem.sigma @ basis, problem.cross @ basis, problem.constant)
 
 def _projector_for(problem: Regression, group: Tensor) -> Tensor:
     "projector(group) [d, d], refused when the group acts on inputs of another size."
     p = projector(group)
     if p.shape != problem.sigma.shape:
-        raise ValueError(f'group acts on {len(p)} inputs, but the problem has {len(problem.sigma)}')
+        raise ValueError(f'group: got one that acts on {len(p)} inputs, takes one for the {len(problem.sigma)} at hand')
     return p.to(problem.sigma)
 
 def hard_wired(problem: Regression, group: Tensor) -> Regression:
@@ -138,17 +142,17 @@ def augmented(problem: Regression, group: Tensor) -> Regression:
     p, g = _projector_for(problem, group), group.to(problem.sigma)
     return Regression((g @ problem.sigma @ g.mT).mean(0), problem.cross @ p, problem.constant)
 
-# %% ../nbs/19_deep_linear.ipynb #1de16fb2
+# %% ../nbs/19_deep_linear.ipynb #e8b6558d
 def regularized(problem: Regression, group: Tensor, lam: float) -> Regression:
     """The problem with the penalty lam * mean_g ||W - W rho_g||^2 = 2 lam ||W - W P||^2.
 
     Raises ValueError if `lam` is negative, not finite, or so large that sigma drowns in rounding."""
-    if not 0 <= lam < float('inf'): raise ValueError(f'lam must be finite and not negative, got {lam}')
+    if not 0 <= lam < float('inf'): raise ValueError(f'lam: got {lam}, takes a finite number of at least 0')
     p = _projector_for(problem, group)
     values, eps = torch.linalg.eigvalsh(in_basis(problem, _range(p)).sigma), len(p) * torch.finfo(p.dtype).eps
     seen = values[values > eps * values.max()]
     if len(seen) and 2 * lam * eps > seen[0]:
-        raise ValueError(f'lam must be at most {seen[0] / eps / 2:.1e} for this sigma, got {lam}: '
+        raise ValueError(f'lam: got {lam}, takes at most {seen[0] / eps / 2:.1e} for this sigma: '
                          'beyond it directions vanish in rounding; hard_wired is the limit')
     away = torch.eye(len(p), dtype=p.dtype, device=p.device) - p
     return Regression(problem.sigma + 2 * lam * away, problem.cross, problem.constant)
@@ -187,19 +191,20 @@ def product(weights: list[Tensor]) -> Tensor:
     for factor in weights[1:]: w = factor @ w
     return w
 
-# %% ../nbs/19_deep_linear.ipynb #0a4a92bf
+# %% ../nbs/19_deep_linear.ipynb #04e24f59
 def _check_depth(depth: int):
     "Refuse a network of fewer than two factors: one factor alone has no rank bound."
     _check_size('depth', depth)
-    if depth < 2: raise ValueError(f'depth must be at least 2, got {depth}')
+    if depth < 2: raise ValueError(f'depth: got {depth}, takes at least 2')
 
-# %% ../nbs/19_deep_linear.ipynb #7a663784
+# %% ../nbs/19_deep_linear.ipynb #04911b75
 def train(problem: Regression, rank: int, depth: int = 2, seed: int = 0, steps: int = 2000) -> list[Tensor]:
     """Train `depth` factors of width `rank` on `problem` by full-batch L-BFGS; returns them, first layer [r, d] first.
 
     The start is Gaussian, 0.3 / sqrt(fan-in), and set by `seed` alone. Raises ValueError/TypeError for a bad size."""
     _check_rank(problem, rank)
     _check_depth(depth)
+    _check_size('steps', steps)
     (k, d), gen = problem.cross.shape, torch.Generator().manual_seed(seed)
     widths = [d] + [rank] * (depth - 1) + [k]
     weights = [0.3 * torch.randn(b, a, generator=gen, dtype=torch.float64) / a ** 0.5
@@ -215,7 +220,7 @@ def train(problem: Regression, rank: int, depth: int = 2, seed: int = 0, steps: 
     optimizer.step(closure)
     return [w.detach() for w in weights]
 
-# %% ../nbs/19_deep_linear.ipynb #68045732
+# %% ../nbs/19_deep_linear.ipynb #2d41ad50
 @dataclass(frozen=True)
 class CriticalPoint:
     "The critical point W_S that keeps the singular `directions` S of a problem."
@@ -231,21 +236,21 @@ def critical_points(problem: Regression, rank: int) -> Iterator[CriticalPoint]:
     _check_rank(problem, rank)
     u, s, v = singular_directions(problem)
     if (s[:-1] - s[1:] < 1e-9 * s[:1]).any():
-        raise ValueError(f'singular values must be distinct to enumerate critical points, got {s.tolist()}')
+        raise ValueError(f'problem: got the singular values {s.tolist()}, takes distinct ones: else a continuum')
     def point(kept):
         w = u[:, kept] * s[list(kept)] @ v[:, kept].T
         index = sum(j < i for i in kept for j in range(len(s)) if j not in kept)
         return CriticalPoint(kept, w, problem.loss(w), index)
     return map(point, itertools.combinations(range(len(s)), rank))
 
-# %% ../nbs/19_deep_linear.ipynb #018b78cf
+# %% ../nbs/19_deep_linear.ipynb #ffdde8b2
 def factors(problem: Regression, directions: tuple[int, ...], depth: int = 2) -> list[Tensor]:
     "Balanced factors of the critical map W_S, first layer [r, d] first, for S = `directions` (r of them)."
     _check_depth(depth)
     u, s, v = singular_directions(problem)
     kept = list(directions)
     if not kept or len(set(kept)) < len(kept) or not all(0 <= i < len(s) for i in kept):
-        raise ValueError(f'directions must be distinct numbers in 0..{len(s) - 1}, got {directions}')
+        raise ValueError(f'directions: got {directions}, takes distinct numbers in 0..{len(s) - 1}')
     share = s[kept] ** (1 / depth)                                               # [r]
     return [share[:, None] * v[:, kept].T] + [share.diag()] * (depth - 2) + [u[:, kept] * share]
 
@@ -269,7 +274,7 @@ def hessian(problem: Regression, weights: list[Tensor]) -> Tensor:
     "Hessian [p, p] of the network's loss in its factors."
     return torch.func.hessian(_loss_of_vector(problem, weights))(flatten(weights))
 
-# %% ../nbs/19_deep_linear.ipynb #57366271
+# %% ../nbs/19_deep_linear.ipynb #bfbd65bc
 def descent_direction(problem: Regression, directions: tuple[int, ...], depth: int = 2) -> tuple[list[Tensor], float]:
     """(tangent, curvature): a way down from `factors(problem, directions, depth)`, curvature -4 s_i (s_j - s_i) < 0.
 
@@ -278,18 +283,21 @@ def descent_direction(problem: Regression, directions: tuple[int, ...], depth: i
     u, s, v = singular_directions(problem)
     left_out = [j for j in range(len(s)) if j not in directions]
     i = max(directions)                                                          # the weakest kept
-    if not left_out or left_out[0] > i: raise ValueError(f'directions {directions} are the global optimum: no way down')
+    if not left_out or left_out[0] > i:
+        raise ValueError(f'directions: got {directions}, the global optimum, takes others: from there is no way down')
     j, row, share = left_out[0], list(directions).index(i), s[i] ** (1 / depth)
     tangent = [torch.zeros_like(w) for w in weights]
     tangent[0][row], tangent[-1][:, row] = share * v[:, j], share * u[:, j]
     return tangent, float(-4 * s[i] * (s[j] - s[i]))
 
-# %% ../nbs/19_deep_linear.ipynb #bb4331d2
+# %% ../nbs/19_deep_linear.ipynb #81de6768
 def regularization_path(problem: Regression, group: Tensor, rank: int, lams: list[float]) -> tuple[Tensor, Tensor]:
     """(maps [n, k, d], gaps [n]): the global optimum for every lambda, and the relative gap (s_r - s_(r+1)) / s_r.
 
-    The path is continuous where the gap is positive. Raises what `regularized` and `reduced_rank` raise."""
+    The path is continuous where the gap is positive. Raises what `regularized` and `reduced_rank` raise, ValueError for
+    no lambda at all."""
     _check_rank(problem, rank)
+    if not len(lams): raise ValueError('lams: got none, takes at least one')
     maps, gaps = [], []
     for lam in lams:
         at = regularized(problem, group, float(lam))

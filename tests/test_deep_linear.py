@@ -54,14 +54,14 @@ def test_a_group_may_act_through_fewer_matrices_than_elements():
     (torch.full((1, 2, 2), math.nan), ValueError), (cyclic(4)[0], TypeError), (torch.zeros(0, 2, 2), TypeError),
     (torch.zeros(2, 2, 3), TypeError), (cyclic(4).tolist(), TypeError)])
 def test_projector_refuses_what_is_no_group(bad, error):
-    with pytest.raises(error, match='group must'):
+    with pytest.raises(error, match='group: got'):
         projector(bad)
 
 
 @pytest.mark.parametrize('make', [cyclic, permutations, rotations, reflections])
 @pytest.mark.parametrize('size, error', [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_groups_refuse_sizes(make, size, error):
-    with pytest.raises(error, match='must be a positive integer'):
+    with pytest.raises(error, match='got .* takes a positive integer'):
         make(size)
 
 
@@ -74,10 +74,13 @@ def test_moments_refuse_and_convert():
     x, y = normal(5, 3), normal(5, 2)
     assert regression(x.float(), y.float()).sigma.dtype == torch.float64
     for bad in ((x[0], y), (x, y[:4]), (x[:0], y[:0]), (x / 0, y)):
-        with pytest.raises(ValueError, match='regression takes|finite'):
+        with pytest.raises(ValueError, match='x, y: got .* takes'):
             regression(*bad)
-    with pytest.raises(ValueError, match='Regression takes'):
-        Regression(torch.eye(2), torch.eye(3), torch.tensor(0.))
+    for sigma, cross in ((torch.eye(2), torch.eye(3)), (torch.tensor(1.), torch.tensor(1.)), (torch.eye(2), torch.ones(2))):
+        with pytest.raises(ValueError, match='sigma, cross: got'):
+            Regression(sigma, cross, torch.tensor(0.))
+    with pytest.raises(TypeError, match='x, y: got list and Tensor, takes tensors'):
+        regression(x.tolist(), y)
 
 
 def test_problems_refuse_other_sizes_and_weights():
@@ -88,15 +91,20 @@ def test_problems_refuse_other_sizes_and_weights():
     with pytest.raises(ValueError, match='one row per input'):
         in_basis(problem, torch.eye(3))
     for lam in (-1., math.inf, math.nan, 1e18):
-        with pytest.raises(ValueError, match='lam must be'):
+        with pytest.raises(ValueError, match='lam: got'):
             regularized(problem, group, lam)
     for rank, error in ((0, ValueError), (5, ValueError), (1.0, TypeError)):
         for function in (reduced_rank, critical_points, train, lambda p, r: regularization_path(p, group, r, [1.])):
-            with pytest.raises(error, match='rank must be'):
+            with pytest.raises(error, match='rank: got'):
                 function(problem, rank)
     for depth in (0, 1):
-        with pytest.raises(ValueError, match='depth must be'):
+        with pytest.raises(ValueError, match=f'depth: got {depth}, takes'):
             train(problem, 2, depth)
+    for steps in (0, -1):
+        with pytest.raises(ValueError, match=f'steps: got {steps}, takes'):
+            train(problem, 2, steps=steps)
+    with pytest.raises(ValueError, match='lams: got none'):
+        regularization_path(problem, group, 2, [])
 
 
 @settings(deadline=None, max_examples=30)
@@ -160,7 +168,7 @@ def test_turning_two_directions_lowers_the_loss_as_the_formula_says():
 
 def test_equal_singular_values_are_refused_and_missing_ones_give_no_points():
     tied = Regression(torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64), torch.tensor(2.))
-    with pytest.raises(ValueError, match='distinct'):
+    with pytest.raises(ValueError, match='takes distinct ones'):
         critical_points(tied, 1)
     ring = augmented(problem_for(cyclic(4)), cyclic(4))         # one invariant direction
     assert len(list(critical_points(ring, 1))) == 1 and list(critical_points(ring, 2)) == []
@@ -170,7 +178,7 @@ def test_equal_singular_values_are_refused_and_missing_ones_give_no_points():
 def test_directions_are_checked():
     problem = problem_for(cyclic(4))
     for bad in ((), (0, 0), (0, 4), (-1,)):
-        with pytest.raises(ValueError, match='directions must be'):
+        with pytest.raises(ValueError, match='directions: got .* takes distinct numbers'):
             factors(problem, bad)
     with pytest.raises(ValueError, match='no way down'):
         descent_direction(problem, (0, 1))
