@@ -8,11 +8,12 @@ __all__ = ['BLOCK', 'PARTS', 'stream', 'State', 'dense', 'new_state', 'batch_row
            'penalised_risk', 'train_step', 'predict', 'accuracy', 'measure', 'evaluate', 'save_checkpoint',
            'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
 
-# %% ../nbs/12_training.ipynb #0e2b9407
+# %% ../nbs/12_training.ipynb #4cc8591f
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,11 +29,31 @@ from .projection import kept_fraction, project_
 from .resnet import NORMS, evaluating
 from .sources import write_whole
 
-# %% ../nbs/12_training.ipynb #ba44b1a6
+# %% ../nbs/12_training.ipynb #5a7e6d51
+def _address(seed: int, purpose: str, step: int) -> int:
+    "A number of 63 bits that names one draw."
+    return int.from_bytes(hashlib.blake2b(f'{seed}/{purpose}/{step}'.encode(), digest_size=8).digest()) >> 1
+
+
 def stream(seed: int, purpose: str, step: int, device: torch.device | str = 'cpu') -> torch.Generator:
     "The generator of one draw: a function of seed, purpose and step alone."
-    digest = hashlib.blake2b(f'{seed}/{purpose}/{step}'.encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
+    return torch.Generator(device).manual_seed(_address(seed, purpose, step))
+
+# %% ../nbs/12_training.ipynb #0cc75848
+@contextmanager
+def _layers_chance(seed: int, device: torch.device) -> Iterator[Callable[[int], None]]:
+    "A context that gives a function to seed the global generators for a step; their states are put back at the end."
+    def seed_step(step: int) -> None:
+        number = _address(seed, 'layers', step)
+        torch.default_generator.manual_seed(number)
+        if device.type == 'cuda':
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(number)
+        elif device.type == 'mps':
+            torch.mps.manual_seed(number)
+
+    with torch.random.fork_rng([] if device.type == 'cpu' else [device], device_type=device.type):
+        yield seed_step
 
 # %% ../nbs/12_training.ipynb #a7b89024
 @dataclass
@@ -201,7 +222,7 @@ def train_step(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: s
     state.step += 1
     return loss.detach()
 
-# %% ../nbs/12_training.ipynb #fdf8d3b4
+# %% ../nbs/12_training.ipynb #18924351
 BLOCK = 4_000_000  # numbers of x in one piece of an evaluation
 
 
@@ -209,7 +230,10 @@ BLOCK = 4_000_000  # numbers of x in one piece of an evaluation
 def predict(model: nn.Module, x: Tensor, config: Training, m: Tensor | None = None, rows: int | None = None) -> Tensor:
     """Logits in float32 (float64 stays), in evaluation mode, at most `rows` rows at once (None: by the size of x).
 
-    m is the mask of a masked model, None for the dense network. config.statistics: see `evaluating`."""
+    x [n, ...]; m [d] is the mask of a masked model, None for the dense network. config.statistics: see `evaluating`.
+    ValueError for no rows."""
+    if not len(x):
+        raise ValueError(f'x: got shape {tuple(x.shape)}, takes [n, ...] with n >= 1')
     blocks = -(-len(x) // (rows or max(1, BLOCK // x[0].numel())))
     with evaluating(model, config.statistics):
         logits = torch.cat([run_model(model, part, m, config) for part in x.tensor_split(blocks)])
@@ -217,13 +241,22 @@ def predict(model: nn.Module, x: Tensor, config: Training, m: Tensor | None = No
 
 
 def accuracy(logits: Tensor, y: Tensor, task: str) -> float:
-    "Share of right answers, 0 to 1."
+    """Share of right answers, 0 to 1. logits [n] or [n, 1] of task 'binary', [n, k] of 'classes'; y [n].
+
+    ValueError for another task, or other shapes."""
+    if task not in ('binary', 'classes'):
+        raise ValueError(f'task: got {task!r}, takes binary or classes')
     guess = logits.argmax(1) if task == 'classes' else (logits.reshape(-1) > 0).long()
-    return (guess == y).double().mean().item()
+    if guess.shape != y.shape or not len(y):
+        raise ValueError(f'logits: got shape {tuple(logits.shape)} for y {tuple(y.shape)}, takes one row a label')
+    return (guess == y).sum().item() / len(y)  # whole numbers, as not every device has float64
 
 
 def measure(logits: Tensor, environments: Sequence[Environment], task: str, penalty: str, role: str) -> dict:
-    "Accuracy, risk and penalty of one group of environments, and accuracy and risk of each, as a flat dict."
+    """Accuracy, risk and penalty of a group of environments, and accuracy and risk of each, as a flat dict.
+
+    logits: of all environments in order, [n], [n, 1] or [n, k]. penalty: REx's variance for names that end in 'rex',
+    else IRMv1's. role: 'train', 'held_out' or 'test', in front of the names. ValueError as `risk` and `accuracy`."""
     parts = list(zip(logits.split([len(e) for e in environments]), environments))
     risks = torch.stack([risk(z, e.y, task) for z, e in parts])
     hits = [accuracy(z, e.y, task) for z, e in parts]
@@ -233,7 +266,7 @@ def measure(logits: Tensor, environments: Sequence[Environment], task: str, pena
         row |= {f'{e.name} accuracy': hit, f'{e.name} risk': r}
     return row
 
-# %% ../nbs/12_training.ipynb #b289092e
+# %% ../nbs/12_training.ipynb #5a337007
 def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> dict:
     "One row of history, as flat dict: state of the schedule and mask, then accuracy, risk, penalty of every group."
     c, t, task = state.config, state.step, task_of(benchmark.n_classes)
@@ -241,11 +274,12 @@ def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> 
     m = None
     if c.keep is not None:
         s = state.model.s.detach()
+        budget = budget_fraction(c, t) if mask_is_live(c, t - 1) else 1.0
         if mask_is_live(c, t):
-            m = state.model.mask(c.eval_mask, stream(c.seed, 'evaluation', t, s.device))
-        kept = 1.0 if m is None else m.mean().item()
-        row |= {'kept_fraction': kept, 'budget': budget_fraction(c, t) if mask_is_live(c, t - 1) else 1.0, 'mask_entropy': mask_entropy(s).item(),
-                'temperature': temperature(t, c.steps, *c.temperature)}
+            keep = budget if c.keep < 1 else None  # without a budget the model's own
+            m = state.model.mask(c.eval_mask, stream(c.seed, 'evaluation', t, s.device), keep)
+        kept, entropy = 1.0 if m is None else m.mean().item(), mask_entropy(s).item()
+        row |= dict(kept_fraction=kept, budget=budget, mask_entropy=entropy, temperature=temperature(t, c.steps, *c.temperature))
     for role, group in (('train', benchmark.train), ('held_out', benchmark.held_out), ('test', benchmark.test)):
         if group:
             logits = torch.cat([predict(state.model, e.x, c, m) for e in group])
@@ -256,7 +290,8 @@ def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> 
                 row[f'{role}_objective'] = row[f'{role}_risk']
             else:
                 x, y, sizes = join([e.x for e in group]), join([e.y for e in group]), [len(e) for e in group]
-                row[f'{role}_objective'] = meta_loss(state.model, x, y, sizes, task, c, full_weight(c)).item()
+                with evaluating(state.model, c.statistics):
+                    row[f'{role}_objective'] = meta_loss(state.model, x, y, sizes, task, c, full_weight(c)).item()
     return row
 
 # %% ../nbs/12_training.ipynb #920fbd27
@@ -322,14 +357,14 @@ def _finite(value: float, state: State, path: Path | None) -> float:
                                  f'Lower lr ({state.config.lr:g}) or penalty_weight ({state.config.penalty_weight:g}).')
     return value
 
-# %% ../nbs/12_training.ipynb #64561565
+# %% ../nbs/12_training.ipynb #c9d5b7de
 def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 'auto',
         checkpoint: str | Path | None = None, checkpoint_every: int = 100, progress: bool | None = None) -> State:
     """Train `model` in place on the benchmark's training environments and return the final state with its history.
 
     checkpoint: a file to continue from when it exists, and to write every `checkpoint_every` steps.
-    progress: a bar; None shows it on a terminal and in a notebook. Raises ValueError for a configuration that does not fit,
-    FloatingPointError when the loss stops being finite."""
+    progress: a bar; None shows it on a terminal and in a notebook. What layers draw (dropout) follows the seed, too.
+    ValueError for a configuration that does not fit, FloatingPointError when the loss stops being finite."""
     from tqdm import tqdm
 
     where, path = choose_device(device), Path(checkpoint) if checkpoint is not None else None
@@ -345,8 +380,10 @@ def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 
     if path is not None and path.exists():
         load_checkpoint(state, path)
     model.train()
-    with tqdm(total=config.steps, initial=state.step, disable=hide_bar(progress), unit='step', mininterval=0.5) as bar:
+    bar = tqdm(total=config.steps, initial=state.step, disable=hide_bar(progress), unit='step', mininterval=0.5)
+    with _layers_chance(config.seed, where) as seed_step, bar:
         while state.step < config.steps:
+            seed_step(state.step)
             loss = train_step(state, *batches(state.step), task)
             due = state.step == config.steps
             if state.step % config.evaluate_every == 0 or due:

@@ -7,11 +7,16 @@ import os
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import sparse_irm.training as training
 from sparse_irm.configs import PAPER_TEXT, PUBLISHED_CODE, Training
 from sparse_irm.environments import colored_mnist, from_arrays, full_colored_mnist
 from sparse_irm.masks import sparsify
 from sparse_irm.models import MLP
+from sparse_irm.penalties import draw_scales, halves, scale_gradient
+from sparse_irm.projection import _clipped, _sections
 from sparse_irm.sources import digits
 from sparse_irm.training import (Batches, accuracy, batch_rows, budget_fraction, choose_device, dense, fit,
                                  load_checkpoint, mask_is_live, measure, new_state, penalty_weight, predict,
@@ -106,6 +111,49 @@ def test_looking_does_not_change_training(kind, benchmark):
     assert same(often.model.state_dict(), seldom.model.state_dict())
     assert [row['step'] for row in often.history] == list(range(1, 25))
     assert [row for row in often.history if row['step'] in (12, 24)] == seldom.history
+
+
+@pytest.mark.parametrize('changes', [dict(penalty='irmv1'), KINDS['masked mini-batch'], dict(meta_lr=0.5)], ids=repr)
+def test_dropout_follows_the_seed_and_nothing_else(changes, benchmark, tmp_path):
+    c, layers = config(**changes), list(MLP(128, 6))
+    net = torch.nn.Sequential(*layers[:3], torch.nn.Dropout(0.5), *layers[3:])
+
+    def fresh():
+        return copy.deepcopy(net) if c.keep is None else sparsify(copy.deepcopy(net), c.keep)
+    with torch.random.fork_rng():
+        whole = train(c, benchmark, fresh())
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        seldom = train(c.replace(evaluate_every=12), benchmark, fresh())
+        assert torch.equal(torch.get_rng_state(), before)
+        with pytest.raises(Interrupted):
+            train(c, benchmark, interrupt(fresh(), 'evaluation', 7), checkpoint=tmp_path / 'a.pt', checkpoint_every=1)
+        assert torch.equal(torch.get_rng_state(), before) and (tmp_path / 'a.pt').exists()
+        again = train(c, benchmark, fresh(), checkpoint=tmp_path / 'a.pt')
+    assert same(everything(again), everything(whole))
+    assert same(seldom.model.state_dict(), whole.model.state_dict()) and seldom.history[-1] == whole.history[-1]
+    assert not same(whole.model.state_dict(), train(c.replace(seed=1), benchmark, fresh()).model.state_dict())
+
+
+class NoDouble(TorchDispatchMode):
+    "A device that has no float64, as MPS."
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        assert not any(getattr(part, 'dtype', None) == torch.float64 for part in tree_leaves(out)), func
+        return out
+
+
+@pytest.mark.parametrize('changes', [KINDS['masked mini-batch'], KINDS['masked from the start'], dict(meta_lr=0.5),
+                                     dict(penalty='birm', halves='signed'), dict(penalty='birm-rex')], ids=repr)
+def test_training_does_without_float64(changes, benchmark, monkeypatch):
+    "The CPU stands in for MPS, with the projection that is used there."
+    monkeypatch.setattr(training, 'project_', lambda s, budget: _clipped(
+        s.data, _sections(s.data, torch.full((), budget)), out=s.data))
+    c = config(**changes, steps=10, anneal_step=3)
+    with NoDouble():
+        state = train(c, benchmark)
+    assert state.history[-1]['train_accuracy'] > 0.4
 
 
 def test_streams_are_distinct():
@@ -292,6 +340,13 @@ def test_the_budget_told_is_the_budget_kept(benchmark):
     assert [row['step'] for row in history if row['kept_fraction'] > row['budget'] + 0.05] == []
 
 
+def test_the_thresholded_mask_keeps_the_budget_of_its_step(benchmark):
+    history = train(config(**KINDS['masked'], eval_mask='thresholded', evaluate_every=1), benchmark).history
+    d = 128 * 6 + 6 * 6 + 6
+    assert [row['kept_fraction'] for row in history] == pytest.approx([round(r['budget'] * d) / d for r in history])
+    assert len({row['budget'] for row in history}) > 5
+
+
 def test_before_the_budget_starts_the_network_is_dense(benchmark):
     c = config(**KINDS['masked'])
     masked, plain = (train(config(**kind, steps=24), benchmark) for kind in (KINDS['masked'], KINDS['irmv1']))
@@ -315,6 +370,12 @@ def test_cosine_reaches_both_optimisers(benchmark):
     assert rate_factor(c, 0) == 1 and rate_factor(c, 24) == 0 and rate_factor(config(), 20) == 1
     assert state.weights.param_groups[0]['lr'] == pytest.approx(1e-2 * last)
     assert state.scores.param_groups[0]['lr'] == pytest.approx(6e-3 * last)
+
+
+def test_the_rate_falls_to_a_tenth_at_half_of_the_steps(benchmark):
+    c = config(schedule='step')
+    assert [rate_factor(c, t) for t in (0, 11, 12, 23)] == [1, 1, 0.1, 0.1]
+    assert train(c, benchmark).weights.param_groups[0]['lr'] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize('sizes, size', [([50, 50], 10), ([31, 8, 100], 20), ([5, 5], 10)])
@@ -372,6 +433,40 @@ def test_the_loss_of_a_step_is_the_mean_over_environments():
     risks = by_hand(state, b.train, None, c)[1]
     assert train_step(state, *Batches(b.train, c)(0), 'binary').item() == pytest.approx(
         np.mean(risks) + 3 * np.var(risks), rel=1e-5)
+
+
+def penalty_by_hand(c, t, logits, ys):
+    "The IRMv1 penalty in its split-half form, or that of Bayesian IRM, from closed forms and the draws of step t."
+    if c.penalty == 'birm':
+        scales = draw_scales(c.scale_samples, len(ys), c.scale_std, stream(c.seed, 'scales', t))
+        return np.mean([scale_gradient(z, y, scale=w).item() ** 2 for row in scales for z, y, w in zip(logits, ys, row)])
+    split = stream(c.seed, 'halves', t)
+    cuts = [halves(len(y), split) for y in ys]
+    products = [np.prod([scale_gradient(z[h], y[h]).item() for h in cut]) for z, y, cut in zip(logits, ys, cuts)]
+    return np.mean(np.abs(products) if c.halves == 'absolute' else products)
+
+
+@pytest.mark.parametrize('t', [0, 5])
+@pytest.mark.parametrize('changes', [dict(penalty='irmv1', halves='signed'), dict(penalty='irmv1', halves='absolute'),
+                                     dict(penalty='birm', scale_std=0.5, scale_samples=3)], ids=repr)
+def test_the_penalty_of_a_step_by_hand(changes, t):
+    b = from_arrays('own', list(own([9, 7, 8])), [], list(own([5])), n_classes=2)
+    c = config(anneal_step=0, rescale=False, penalty_weight=100.0, **changes)
+    state = new_state(model_for(c, b), c)
+    state.step = t
+    risks, logits = by_hand(state, b.train, None, c)[1], [state.model(e.x).detach() for e in b.train]
+    wanted = np.mean(risks) + 100 * penalty_by_hand(c, t, logits, [e.y for e in b.train])
+    assert train_step(state, *Batches(b.train, c)(0), 'binary').item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_price_of_the_mask_is_in_the_loss_and_moves_it(benchmark):
+    cheap, dear = config(keep=1.0, lr=0.0), config(keep=1.0, lr=0.0, sparsity=1000.0)
+    states = [new_state(model_for(c, benchmark), c) for c in (cheap, dear)]
+    for state in states:
+        state.model.s.data.fill_(0.5)
+    loss, priced = (train_step(s, *Batches(benchmark.train, cheap)(0), 'binary').item() for s in states)
+    assert priced - loss == pytest.approx(500, rel=1e-5)
+    assert (states[1].model.s < 0.5).all() and not (states[0].model.s < 0.5).all()
 
 
 def test_the_history_has_its_columns_and_is_finite(images):
@@ -434,8 +529,17 @@ def test_predictions_do_not_depend_on_their_blocks(benchmark):
 
 
 def test_accuracy_counts_right_answers():
-    assert accuracy(torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([1, 1, 0]), 'binary') == pytest.approx(2 / 3)
+    assert accuracy(torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([1, 1, 0]), 'binary') == 2 / 3
     assert accuracy(torch.eye(4), torch.tensor([0, 1, 2, 2]), 'classes') == 0.75
+    for logits, y, task, told in ((torch.rand(3), torch.ones(3), 'regression', "task: got 'regression'"),
+                                  (torch.rand(3, 1), torch.ones(1), 'binary', r'logits: got shape \(3, 1\) for y \(1,\)')):
+        with pytest.raises(ValueError, match=told):
+            accuracy(logits, y, task)
+
+
+def test_nothing_to_predict_is_refused(benchmark):
+    with pytest.raises(ValueError, match=r'x: got shape \(0, 2, 8, 8\), takes \[n, ...\] with n >= 1'):
+        predict(model_for(config(), benchmark), torch.empty(0, 2, 8, 8), config())
 
 
 def test_measuring_erm_tells_its_irmv1_penalty(benchmark):
@@ -447,19 +551,8 @@ def test_measuring_erm_tells_its_irmv1_penalty(benchmark):
 
 # The network
 
-@pytest.mark.parametrize('n_classes, outputs', [(1, 1), (2, 1), (3, 3), (10, 10)])
-def test_mlp(n_classes, outputs):
-    model, x = MLP(12, 5, n_classes, seed=1), torch.randn(4, 3, 2, 2, generator=stream(0, 'x', 0))
-    assert model(x).shape == (4, outputs) and model.features(x).shape == (4, 5)
+def test_mlp_starts_by_xavier_and_ends_in_a_linear_layer():
+    model, x = MLP(12, 5, 3), torch.randn(4, 3, 2, 2, generator=stream(0, 'x', 0))
     assert torch.equal(model[-1](model.features(x)), model(x)) and model.features(x).min() == 0
-    assert same(model.state_dict(), MLP(12, 5, n_classes, seed=1).state_dict())
-    assert not same(model.state_dict(), MLP(12, 5, n_classes, seed=2).state_dict())
     widest = max(p.abs().max() / (6 / sum(p.shape)) ** 0.5 for p in model.parameters() if p.ndim == 2)
     assert 0.8 < widest <= 1 and all((p == 0).all() for p in model.parameters() if p.ndim == 1)
-
-
-@pytest.mark.parametrize('name, value', [('in_features', 0), ('width', -1), ('width', 2.0), ('n_classes', 0),
-                                         ('width', '8')])
-def test_mlp_refuses_by_name(name, value):
-    with pytest.raises(ValueError, match=f'{name}: got {value!r}'):
-        MLP(**{'in_features': 4, 'width': 4, name: value})
