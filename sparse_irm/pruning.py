@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['stages', 'subnetwork', 'prune_after_training', 'moved', 'shape_and_colour']
 
-# %% ../nbs/16_pruning.ipynb #be04529f
+# %% ../nbs/16_pruning.ipynb #02823301
 from collections.abc import Sequence
 from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from .configs import Training
 from .environments import Benchmark
-from .masks import Masked
+from .masks import Masked, top_mask
 from .training import State, fit, load_checkpoint, new_state, save_checkpoint
 
 # %% ../nbs/16_pruning.ipynb #b016ed95
@@ -32,23 +31,18 @@ def stages(config: Training) -> dict[int, Training]:
     found[3] = base.replace(budget=(0.0, 0.0), temperature=(1.0, 1.0), score_lr=0.0, sparsity=0.0, eval_mask='expected')
     return found
 
-# %% ../nbs/16_pruning.ipynb #ac9c5ad8
+# %% ../nbs/16_pruning.ipynb #a81c7082
 @torch.no_grad()
 def subnetwork(model: Masked, keep: float, by: str) -> Tensor:
     """The binary mask [d] of the floor(keep d) weights with the largest s ('learned') or |w| ('magnitude').
 
     ValueError when that is none."""
-    size = torch.cat([attrgetter(name)(model.module).flatten() for name in model.names]).abs()  # [d]
-    order = size.argsort(descending=True, stable=True)
-    if by == 'learned':
-        order = order[model.s[order].argsort(descending=True, stable=True)]  # by s, and by size where s ties
-    if keep * len(order) < 1:
-        raise ValueError(f'keep: got {keep}, takes at least one of {len(order)} weights')
-    mask = torch.zeros_like(model.s)
-    mask[order[:int(keep * len(order))]] = 1
-    return mask
+    sizes, count = model.sizes(), int(keep * model.s.numel())
+    if count < 1:
+        raise ValueError(f'keep: got {keep}, takes at least one of {len(sizes)} weights')
+    return top_mask(model.s.detach(), count, sizes) if by == 'learned' else top_mask(sizes, count).to(model.s.dtype)
 
-# %% ../nbs/16_pruning.ipynb #e06c5a5f
+# %% ../nbs/16_pruning.ipynb #b7b6841a
 def _start(model: Masked, config: Training, path: Path | None) -> dict[str, Tensor]:
     "The module's state before training, as kept in `path` or as it is now; every s is 1."
     with torch.no_grad():
@@ -79,7 +73,7 @@ def prune_after_training(model: Masked, benchmark: Benchmark, config: Training, 
         if number == 3:
             with torch.no_grad():
                 model.s.copy_(subnetwork(model, config.keep, config.prune))
-            model.keep = model.s.mean(dtype=torch.float64).item()
+            model.keep = model.s.count_nonzero().item() / model.s.numel()
             if config.rewind:
                 model.module.load_state_dict(start)
         state = fit(model, benchmark, stage, device, paths[number], checkpoint_every, progress)

@@ -60,6 +60,15 @@ def test_exactly_the_budget_is_kept(prune, keep, eval_mask, benchmark):
     for stage, kept in (1, 1.0), (3, count / model.s.numel()):
         assert all(r['kept_fraction'] == pytest.approx(kept) for r in state.history if r['stage'] == stage)
     assert (2 in {r['stage'] for r in state.history}) == (prune == 'learned')
+    if eval_mask == 'thresholded':   # what would be kept at that moment
+        d = model.s.numel()
+        assert all(r['kept_fraction'] == pytest.approx(round(keep * d) / d) for r in state.history if r['stage'] == 2)
+
+
+def test_a_higher_price_leaves_less_of_the_mask(benchmark):
+    histories = [train(run_of(sparsity=price, eval_mask='expected'), benchmark)[1].history for price in (0.0, 1e9)]
+    free, priced = (next(r['kept_fraction'] for r in reversed(h) if r['stage'] == 2) for h in histories)
+    assert priced < free - 0.01   # eight steps of Adam at 6e-3, all of them downwards
 
 
 def test_the_subnetwork_has_the_largest_probabilities_and_among_equals_the_largest_weights():
