@@ -198,7 +198,8 @@ def test_every_field_counts_in_the_hash():
 positive = st.floats(1e-3, 1e6)
 configs = st.builds(
     lambda pair, **rest: Training(penalty=pair[0], halves=pair[1], **rest),
-    st.sampled_from([(p, h) for p in NAMED['penalty'] for h in HALVES.get(p, ['none'])]), steps=st.integers(1, 10 ** 6), batch_size=st.none() | st.integers(1, 10 ** 6),
+    st.sampled_from([(p, h) for p in NAMED['penalty'] for h in HALVES.get(p, ['none'])]),
+    steps=st.integers(1, 10 ** 6), batch_size=st.none() | st.integers(1, 10 ** 6),
     seed=st.integers(0, 2 ** 63 - 1), lr=positive, penalty_weight=positive, keep=st.none() | st.floats(1e-6, 1),
     temperature=st.tuples(positive, positive),
     budget=st.tuples(st.floats(0, 0.5), st.floats(0.5, 1)),

@@ -12,7 +12,8 @@ from sparse_irm.metrics import select
 from sparse_irm.models import MLP
 from sparse_irm.penalties import risk
 from sparse_irm.sources import digits
-from sparse_irm.training import Batches, fit, join, load_checkpoint, new_state, predict, save_checkpoint, train_step
+from sparse_irm.training import (Batches, evaluate, fit, join, load_checkpoint, new_state, predict, save_checkpoint,
+                                 train_step)
 
 META = [name for name in METHODS if name.startswith('MetaIRM')]
 
@@ -183,6 +184,14 @@ def test_the_held_out_objective_is_the_meta_loss_of_unseen_images(method, benchm
     assert row['held_out_objective'] == pytest.approx(value.item(), rel=1e-6) and value.requires_grad
     assert row['test_objective'] == row['test_risk'] and all(math.isfinite(v) for v in row.values())
     assert select(state.history, 'train-validation') == min(state.history, key=lambda r: r['held_out_objective'])
+
+
+def test_the_objective_is_that_of_the_network_without_dropout(benchmark):
+    first, *rest = MLP(128, 6)
+    c, model = config(), torch.nn.Sequential(first, torch.nn.Dropout(0.5), *rest)
+    row = evaluate(new_state(model.train(), c), benchmark)
+    wanted = meta_loss(model.eval(), *Batches(benchmark.train, c)(0), 'binary', c, 1.0)
+    assert row['train_objective'] == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_bfloat16_follows_float32(benchmark):
