@@ -120,13 +120,9 @@ def top_mask(s: Tensor, k: int, size: Tensor | None = None) -> Tensor:
     room = k - above.sum()
     return (above | (equal & (equal.cumsum(0) <= room))).to(s.dtype)
 
-# %% ../nbs/05_masks.ipynb #d7943c31
-class Masked(nn.Module):
-    """A module whose weights `names` are multiplied by a mask m [d] at each call; s [d] holds the keep probabilities.
-
-    names: of parameters of the module, in the order of their slices of m; `sparsify` finds them. keep: the fraction of
-    weights of the thresholded mask. ValueError for another keep, no names, or one that is no parameter.
-    """
+# %% ../nbs/05_masks.ipynb #7cc7c59a
+class _Slices(nn.Module):
+    "The first half of `Masked`: the module, the weights by name, and one vector s over all of them."
 
     def __init__(self, module: nn.Module, names: Sequence[str], keep: float):
         super().__init__()
@@ -143,10 +139,6 @@ class Masked(nn.Module):
     def _dense(self) -> list[Tensor]:
         return [attrgetter(name)(self.module) for name in self.names]
 
-    def forward(self, x: Tensor, m: Tensor | None = None) -> Tensor:
-        "The module's output under the mask m [d], the thresholded one when m is None. ValueError for another shape."
-        return functional_call(self.module, self.weights(self.mask('thresholded') if m is None else m), (x,))
-
     def weights(self, m: Tensor) -> dict[str, Tensor]:
         "The masked weights by name, each in its own shape. m [d]; ValueError for another shape."
         if m.shape != self.s.shape:
@@ -154,6 +146,23 @@ class Masked(nn.Module):
         dense = self._dense()
         slices = m.split([w.numel() for w in dense])
         return {name: w * part.view_as(w).to(w.dtype) for name, w, part in zip(self.names, dense, slices)}
+
+    @torch.no_grad()
+    def sizes(self) -> Tensor:
+        "|w| [d] of the weights under the mask, in the order of s."
+        return torch.cat([w.flatten() for w in self._dense()]).abs()
+
+# %% ../nbs/05_masks.ipynb #28f217a1
+class Masked(_Slices):
+    """A module whose weights `names` are multiplied by a mask m [d] at each call; s [d] holds the keep probabilities.
+
+    names: of parameters of the module, in the order of their slices of m; `sparsify` finds them. keep: the fraction of
+    weights of the thresholded mask. ValueError for another keep, no names, or one that is no parameter.
+    """
+
+    def forward(self, x: Tensor, m: Tensor | None = None) -> Tensor:
+        "The module's output under the mask m [d], the thresholded one when m is None. ValueError for another shape."
+        return functional_call(self.module, self.weights(self.mask('thresholded') if m is None else m), (x,))
 
     @torch.no_grad()
     def mask(self, kind: str, generator: torch.Generator | None = None, keep: float | None = None) -> Tensor:
@@ -169,11 +178,6 @@ class Masked(nn.Module):
         if kind == 'expected':
             return self.s.clone()
         raise ValueError(f"kind: got {kind!r}, takes 'sampled', 'thresholded' or 'expected'")
-
-    @torch.no_grad()
-    def sizes(self) -> Tensor:
-        "|w| [d] of the weights under the mask, in the order of s."
-        return torch.cat([w.flatten() for w in self._dense()]).abs()
 
     @torch.no_grad()
     def harden(self, m: Tensor | None = None) -> nn.Module:
