@@ -266,11 +266,11 @@ def measure(logits: Tensor, environments: Sequence[Environment], task: str, pena
         row |= {f'{e.name} accuracy': hit, f'{e.name} risk': r}
     return row
 
-# %% ../nbs/12_training.ipynb #5a337007
+# %% ../nbs/12_training.ipynb #0f7bbad6
 def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> dict:
-    "One row of history, as flat dict: state of the schedule and mask, then accuracy, risk, penalty of every group."
+    "One row of history, as flat dict: schedule (of the last step) and mask, then accuracy, risk, penalty of every group."
     c, t, task = state.config, state.step, task_of(benchmark.n_classes)
-    row = {'step': t, 'loss': loss, 'penalty_weight': penalty_weight(c, t)}
+    row = {'step': t, 'loss': loss, 'penalty_weight': penalty_weight(c, max(0, t - 1))}
     m = None
     if c.keep is not None:
         s = state.model.s.detach()

@@ -480,7 +480,7 @@ def test_the_history_has_its_columns_and_is_finite(images):
                *(f'{e.name} {v}' for group in groups.values() for e in group for v in ('accuracy', 'risk'))}
     assert all(set(row) == columns for row in history) and len(columns) == 7 + 12 + 18
     assert all(math.isfinite(v) for row in history for v in row.values())
-    assert [row['penalty_weight'] for row in history] == [0.0] * 5 + [1e4] * 19
+    assert [row['penalty_weight'] for row in history] == [0.0] * 6 + [1e4] * 18  # the weight of the step just taken
     kept = [budget_fraction(c, t) for t in range(8, 25)]    # the mask is live from step 7 on
     assert [row['budget'] for row in history] == [1.0] * 7 + kept
     assert history[-1]['temperature'] == pytest.approx(0.03) and 0 < history[-1]['mask_entropy'] < 1
