@@ -64,7 +64,7 @@ def test_the_meta_irm_experiment_is_complete_and_beats_its_bar():
     assert f'{test["value"].mean():.1f} ± {test["value"].std():.1f} by `train-validation` at width 160' in readme
 
 
-BASELINES = ['IRMv1', 'MRM-IRMv1', 'BayesianIRM', 'SparseIRM-IRMv1', 'Oracle']
+BASELINES = ['ERM', 'IRMv1', 'MRM-IRMv1', 'BayesianIRM', 'SparseIRM-IRMv1', 'Oracle']
 
 
 @pytest.fixture(scope='module')
@@ -100,17 +100,21 @@ def test_the_readme_tells_of_the_baselines(baseline_rows):
 
 def test_the_colour_is_read_from_every_probed_network(baseline_rows):
     told = [json.loads(path.read_text()) for path in (ROOT / 'results' / 'probe').glob('*.jsonl')]
-    labels = ['untrained', 'IRMv1', 'SparseIRM-IRMv1']
-    assert len(told) == 18 and {(line['label'], line['config']['seed']) for line in told} == {(m, s) for m in labels for s in range(3)}
-    assert min(line['accuracy']['spurious test'] for line in told) > 0.9995
-    probed = {config_hash(Run.from_dict(line['config'])) for line in told if line['label'] != 'untrained'}
+    labels = ['untrained', 'ERM', 'IRMv1', 'MRM-IRMv1', 'SparseIRM-IRMv1']
+    moved = [f'SparseIRM-IRMv1 ({what})' for what in ('text', 'keep 0.2', 'keep 0.8', 'half width', 'half steps')]
+    ways = [(layer, standardize) for layer in ('1', 'last') for standardize in (True, False)]
+    assert sorted((line['label'], line['config']['seed'], line['layer'], line['probe']['standardize']) for line in told) == sorted(
+        [(m, s, *way) for m in labels for s in range(3) for way in ways] + [(m, 0, *way) for m in moved for way in ways])
+    assert min(line['accuracy']['spurious test'] for line in told) > 0.996
+    assert min(line['accuracy']['spurious test'] for line in told if line['label'] != 'ERM') > 0.9995
+    probed = {config_hash(Run.from_dict(line['config'])) for line in told if line['label'] in labels[1:]}
     assert probed == {config_hash(row['run']) for row in baseline_rows if row['run'].method in labels}
 
 
 def test_the_probe_notebook_finds_its_results(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status = main(['reproduce', 'probe', '--preset', 'paper', '--dry-run', '--methods', 'untrained,IRMv1,SparseIRM-IRMv1',
-                   '-p', 'layers=["last"]', '-p', f'results_in={ROOT / "results" / "probe"}'])
+    status = main(['reproduce', 'probe', '--preset', 'paper', '--dry-run', '--methods', 'untrained,ERM,IRMv1,MRM-IRMv1,SparseIRM-IRMv1',
+                   '-p', f'results_in={ROOT / "results" / "probe"}'])
     assert status == 0 and capsys.readouterr().out == 'probe: no runs to do, all results exist\n'
 
 
