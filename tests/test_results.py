@@ -2,6 +2,7 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from sparse_irm.cli import main
@@ -116,6 +117,18 @@ def test_the_probe_notebook_finds_its_results(capsys, tmp_path, monkeypatch):
     status = main(['reproduce', 'probe', '--preset', 'paper', '--dry-run', '--methods', 'untrained,ERM,IRMv1,MRM-IRMv1,SparseIRM-IRMv1',
                    '-p', f'results_in={ROOT / "results" / "probe"}'])
     assert status == 0 and capsys.readouterr().out == 'probe: no runs to do, all results exist\n'
+
+
+def test_the_theory_notebook_quotes_its_tables():
+    told = (ROOT / 'nbs' / 'reproduce' / 'linear_theory.ipynb').read_text(encoding='utf-8')
+    theorem, methods = (pd.read_csv(ROOT / 'results' / 'linear_theory' / f'{name}.csv') for name in ('theorem', 'methods'))
+    whole = theorem[theorem['broken'] == 'none']
+    assert len(whole) == 1000 and (whole['sample'] <= 0).sum() == 1 and whole['population'].min() > 0 and 'one among 1,000' in told
+    share = (100 * methods.set_index(['d', 'method'])['share']).round().astype(int)
+    slow = 'SparseIRM, λ = 1, start in budget, slow scores'
+    assert f'in `paper`: {share[96, slow]} % against {share[96, "dense IRM + prune"]} %' in told
+    assert f'(`paper`) it is {share[256, slow]} % against {share[256, "dense IRM + prune"]} %' in told
+    assert f'is right in {share[256, "exhaustive"]} %' in told and f'and {share[96, "exhaustive"]} %)' in told
 
 
 def test_every_row_is_named_by_its_configuration():
