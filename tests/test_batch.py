@@ -269,7 +269,7 @@ def alive(pid):
 @pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='looks for processes in /proc')
 def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
     command = [sys.executable, '-m', 'sparse_irm.cli', 'reproduce', 'mlp_width', '--preset', 'smoke', '--workers', '2', '--methods', 'ERM,IRMv1',
-               '--seeds', '0,1,2', '--out', 'out']
+               '--seeds', '0,1,2,3,4,5', '--out', 'out']
     how = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                env={**os.environ, 'OMP_NUM_THREADS': '1', 'MPLBACKEND': 'Agg'})
     rows, logs = tmp_path / 'out' / 'rows', tmp_path / 'out' / 'rows' / 'logs'
@@ -279,7 +279,8 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
         time.sleep(0.02)
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does
     said, complained = first.communicate(timeout=60)
-    assert first.returncode == 130 and 'finished runs are saved in out/rows' in complained and 'the same command continues' in complained
+    assert first.returncode == 130, said + complained
+    assert 'finished runs are saved in out/rows' in complained and 'the same command continues' in complained
     assert 'Traceback' not in complained
     workers = set(re.findall(r'process (\d+)', ''.join(path.read_text() for path in logs.iterdir())))
     deadline = time.monotonic() + 30
