@@ -10,13 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# %% ../nbs/14_metrics.ipynb #d24f9d2e
+# %% ../nbs/14_metrics.ipynb #4739d4d1
 RULES = ('last', 'oracle', 'train-validation')
 
 
 def in_budget(history: Sequence[dict]) -> list[dict]:
     "The evaluations of networks inside the final budget; all of them where there is none."
-    return [r for r in history if r.get('budget', 1.0) <= history[-1].get('budget', 1.0)]
+    if not history or 'budget' not in history[-1]:
+        return list(history)
+    return [r for r in history if r['budget'] <= history[-1]['budget']]
 
 
 def select(history: Sequence[dict], rule: str, floor: float = 0.6) -> dict | None:
