@@ -23,3 +23,26 @@ def write_notebook(tmp_path):
         path.write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
         return path
     return write
+
+
+@pytest.fixture
+def without_float64():
+    "A context that refuses what a device without float64, as MPS, cannot do."
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class _WithoutFloat64(TorchFunctionMode):
+        "Makes the CPU a device without float64: only what .cpu() gives, which then lies elsewhere, may become float64."
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function is torch.Tensor.cpu:
+                out = out.clone()
+                out.elsewhere = True
+            elif isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+                given = [a for a in args if isinstance(a, torch.Tensor)]
+                if not any(a.dtype == torch.float64 or hasattr(a, 'elsewhere') for a in given):
+                    raise TypeError(f'float64 made by {function}')
+            return out
+
+    return _WithoutFloat64()

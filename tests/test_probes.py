@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from sparse_irm.environments import Environment
 from sparse_irm.masks import sparsify
@@ -182,26 +181,12 @@ def test_probe_model_reads_by_the_named_statistics():
         assert (found['test'].mean == found['train'].mean) == (statistics == 'batch')
 
 
-class WithoutFloat64(TorchFunctionMode):
-    "Makes the CPU a device without float64: only what .cpu() gives, which then lies elsewhere, may become float64."
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function is torch.Tensor.cpu:
-            out = out.clone()
-            out.elsewhere = True
-        elif isinstance(out, torch.Tensor) and out.dtype == torch.float64:
-            given = [a for a in args if isinstance(a, torch.Tensor)]
-            if not any(a.dtype == torch.float64 or hasattr(a, 'elsewhere') for a in given):
-                raise TypeError(f'float64 made by {function}')
-        return out
-
-
-def test_probes_work_on_a_device_without_float64(net):
+def test_probes_work_on_a_device_without_float64(net, without_float64):
     x, colour = draws()
     e = Environment('e', x, draws(seed=3)[1], colour)
     asked = lambda: (probe_model(net, e, e, config=QUICK, seeds=[0]), change_between(x), flip_ratio(x, x.flip(1)))
     expected = asked()
-    with WithoutFloat64():
+    with without_float64:
         assert asked() == expected
         with pytest.raises(TypeError, match='float64 made by'):
             x.double()

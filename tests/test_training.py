@@ -7,8 +7,6 @@ import os
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import sparse_irm.training as training
 from sparse_irm.configs import PAPER_TEXT, PUBLISHED_CODE, Training
@@ -135,23 +133,14 @@ def test_dropout_follows_the_seed_and_nothing_else(changes, benchmark, tmp_path)
     assert not same(whole.model.state_dict(), train(c.replace(seed=1), benchmark, fresh()).model.state_dict())
 
 
-class NoDouble(TorchDispatchMode):
-    "A device that has no float64, as MPS."
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        assert not any(getattr(part, 'dtype', None) == torch.float64 for part in tree_leaves(out)), func
-        return out
-
-
 @pytest.mark.parametrize('changes', [KINDS['masked mini-batch'], KINDS['masked from the start'], dict(meta_lr=0.5),
                                      dict(penalty='birm', halves='signed'), dict(penalty='birm-rex')], ids=repr)
-def test_training_does_without_float64(changes, benchmark, monkeypatch):
+def test_training_does_without_float64(changes, benchmark, monkeypatch, without_float64):
     "The CPU stands in for MPS, with the projection that is used there."
     monkeypatch.setattr(training, 'project_', lambda s, budget: _clipped(
         s.data, _sections(s.data, torch.full((), budget)), out=s.data))
     c = config(**changes, steps=10, anneal_step=3)
-    with NoDouble():
+    with without_float64:
         state = train(c, benchmark)
     assert state.history[-1]['train_accuracy'] > 0.4
 
