@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['cyclic', 'permutations', 'rotations', 'reflections', 'projector', 'invariant_basis', 'Regression', 'regression',
-           'in_basis', 'hard_wired', 'augmented', 'regularized', 'whitening', 'singular_directions', 'reduced_rank',
-           'product', 'train', 'CriticalPoint', 'critical_points', 'factors', 'flatten', 'gradient', 'hessian',
-           'descent_direction', 'regularization_path']
+__all__ = ['ROUNDING', 'cyclic', 'permutations', 'rotations', 'reflections', 'projector', 'invariant_basis', 'Regression',
+           'regression', 'in_basis', 'hard_wired', 'augmented', 'regularized', 'whitening', 'singular_directions',
+           'reduced_rank', 'product', 'train', 'CriticalPoint', 'critical_points', 'factors', 'flatten', 'gradient',
+           'hessian', 'descent_direction', 'regularization_path']
 
 # %% ../nbs/19_deep_linear.ipynb #ecbb047c
 def _matrices(rows: Tensor) -> Tensor:
@@ -142,26 +142,29 @@ def augmented(problem: Regression, group: Tensor) -> Regression:
     p, g = _projector_for(problem, group), group.to(problem.sigma)
     return Regression((g @ problem.sigma @ g.mT).mean(0), problem.cross @ p, problem.constant)
 
-# %% ../nbs/19_deep_linear.ipynb #e8b6558d
+# %% ../nbs/19_deep_linear.ipynb #007ee2d0
+ROUNDING = 1e-12  # an eigenvalue of sigma below this share of the largest is none
+
+
 def regularized(problem: Regression, group: Tensor, lam: float) -> Regression:
     """The problem with the penalty lam * mean_g ||W - W rho_g||^2 = 2 lam ||W - W P||^2.
 
     Raises ValueError if `lam` is negative, not finite, or so large that sigma drowns in rounding."""
     if not 0 <= lam < float('inf'): raise ValueError(f'lam: got {lam}, takes a finite number of at least 0')
     p = _projector_for(problem, group)
-    values, eps = torch.linalg.eigvalsh(in_basis(problem, _range(p)).sigma), len(p) * torch.finfo(p.dtype).eps
-    seen = values[values > eps * values.max()]
-    if len(seen) and 2 * lam * eps > seen[0]:
-        raise ValueError(f'lam: got {lam}, takes at most {seen[0] / eps / 2:.1e} for this sigma: '
+    values = torch.linalg.eigvalsh(in_basis(problem, _range(p)).sigma)
+    seen = values[values > ROUNDING * values.max()]
+    if len(seen) and 2 * lam * ROUNDING > seen[0]:
+        raise ValueError(f'lam: got {lam}, takes at most {seen[0] / ROUNDING / 2:.1e} for this sigma: '
                          'beyond it directions vanish in rounding; hard_wired is the limit')
     away = torch.eye(len(p), dtype=p.dtype, device=p.device) - p
     return Regression(problem.sigma + 2 * lam * away, problem.cross, problem.constant)
 
-# %% ../nbs/19_deep_linear.ipynb #7d817d72
+# %% ../nbs/19_deep_linear.ipynb #d79257bc
 def whitening(problem: Regression) -> Tensor:
     "M [d, q] with M M^T the pseudo-inverse of sigma: in_basis(problem, M) has the identity as its sigma."
     values, vectors = torch.linalg.eigh(problem.sigma)
-    keep = values > len(values) * torch.finfo(values.dtype).eps * values.max()
+    keep = values > ROUNDING * values.max()
     return vectors[:, keep] * values[keep].rsqrt()
 
 def singular_directions(problem: Regression) -> tuple[Tensor, Tensor, Tensor]:

@@ -223,3 +223,15 @@ def test_training_depends_on_its_seed_only():
     assert all(torch.equal(a, b) for a, b in zip(first, again)) and not torch.equal(first[0], other[0])
     assert [w.shape for w in first] == [(2, 4), (2, 2), (4, 2)] and not any(w.requires_grad for w in first)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_two_ways_of_posing_a_problem_see_the_same_directions():
+    group = reflections(8)
+    basis = invariant_basis(group)                                     # [64, 32]: the hard-wired problem is half as large
+    second = torch.ones(basis.shape[1], dtype=torch.float64)
+    second[-1] = 1e-14                                                 # all but unseen
+    sigma = basis * second @ basis.T + torch.eye(64, dtype=torch.float64) - projector(group)
+    cross = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) @ basis @ basis.T
+    problem = Regression(sigma, cross, torch.tensor(100., dtype=torch.float64))
+    wired, whole = reduced_rank(hard_wired(problem, group), 2) @ basis.T, reduced_rank(augmented(problem, group), 2)
+    assert (wired - whole).norm() < 1e-8 * whole.norm()
