@@ -132,6 +132,15 @@ def test_the_theory_notebook_quotes_its_tables():
     assert f'is right in {share[256, "exhaustive"]} %' in told and f'and {share[96, "exhaustive"]} %)' in told
 
 
+def test_all_claims_of_deep_linear_networks_hold_but_the_one_that_should_not():
+    claims = pd.read_csv(ROOT / 'results' / 'deep_linear' / 'claims.csv').set_index('statement')['holds']
+    assert claims[~claims].index.tolist() == ['regularization has additional critical points: digits, turns'] and len(claims) == 11
+    samples = pd.read_csv(ROOT / 'results' / 'deep_linear' / 'samples.csv')
+    test = samples.groupby(['n', 'way'])['test'].mean().unstack()
+    missing = (test['regularized'] - test['hard-wired']) / (test['plain'] - test['hard-wired'])
+    assert missing.abs().max() < 0.1 and samples.groupby(['n', 'way'])['seed'].nunique().eq(10).all()
+
+
 def test_every_row_is_named_by_its_configuration():
     paths = sorted((ROOT / 'results').rglob('*.json'))
     assert len(paths) > 0 and len({read_row(path)['run'] for path in paths}) == len(paths)
