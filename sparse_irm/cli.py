@@ -7,12 +7,13 @@ __all__ = ['WORDS', 'SHORT', 'parse_value', 'parse_pairs', 'notebook_cells', 'no
            'check_start', 'grid_of', 'seconds_before', 'plan', 'reproduce', 'jobs', 'not_taken', 'reproduce_all',
            'train', 'rows', 'parser', 'main']
 
-# %% ../nbs/29_cli.ipynb #856d6d48
+# %% ../nbs/29_cli.ipynb #9056dbc3
 import argparse
 import ast
 import contextlib
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -153,7 +154,7 @@ def plan(name: str, settled: Mapping[str, Any]) -> str:
     unknown = f'{len(todo) - len(known)} without an earlier row like them' if len(known) < len(todo) else ''
     return f'{told}; ' + ', '.join(part for part in (about if known else '', unknown) if part)
 
-# %% ../nbs/29_cli.ipynb #22eb7767
+# %% ../nbs/29_cli.ipynb #38601e3f
 def reproduce(path: Path, parameters: Mapping[str, Any], out: Path, quiet: bool = False) -> Path:
     "Run the notebook at `path` into the folder `out`; the executed notebook. RuntimeError in one piece when it fails."
     try:
@@ -168,6 +169,7 @@ def reproduce(path: Path, parameters: Mapping[str, Any], out: Path, quiet: bool 
                                    kernel_name='python3', progress_bar=False, stderr_file=bars,
                                    extra_arguments=['--log-level=CRITICAL'])  # a kernel that is stopped complains of it
     except KeyboardInterrupt:
+        logging.getLogger('asyncio').setLevel(logging.CRITICAL)  # of the cell's task, which dies with its kernel
         rows = Path(str(parameters.get('rows_in') or out / 'rows'))
         saved = len(list(rows.glob('*.json')))
         raise KeyboardInterrupt(f'{saved} finished runs are saved in {rows}, unfinished ones have checkpoints; '

@@ -266,6 +266,29 @@ def alive(pid):
         return False
 
 
+INTERRUPTED = """
+import asyncio, papermill
+from sparse_irm.cli import main
+
+def interrupted(*_, **__):
+    "As an interrupt inside a cell: its task, kept by nobody, fails when the kernel has died."
+    async def cell():
+        raise RuntimeError('Kernel died')
+    loop = asyncio.new_event_loop()
+    interrupted.task = loop.create_task(cell())
+    loop.run_until_complete(asyncio.sleep(0.01))
+    raise KeyboardInterrupt
+
+papermill.execute_notebook = interrupted
+raise SystemExit(main(['reproduce', 'mlp_width', '--preset', 'smoke', '--out', 'out']))
+"""
+
+
+def test_ctrl_c_hides_what_becomes_of_the_cell(tmp_path):
+    done = subprocess.run([sys.executable, '-c', INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130 and done.stderr.startswith('interrupted; 0 finished runs') and done.stderr.count('\n') == 1
+
+
 @pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='looks for processes in /proc')
 def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
     command = [sys.executable, '-m', 'sparse_irm.cli', 'reproduce', 'mlp_width', '--preset', 'smoke', '--workers', '2', '--methods', 'ERM,IRMv1',
