@@ -113,11 +113,26 @@ def test_the_colour_is_read_from_every_probed_network(baseline_rows):
     assert probed == {config_hash(row['run']) for row in baseline_rows if row['run'].method in labels}
 
 
-def test_the_probe_notebook_finds_its_results(capsys, tmp_path, monkeypatch):
+def test_the_readme_tells_what_a_flip_of_the_colour_moves(baseline_rows):
+    told = [json.loads(path.read_text()) for path in (ROOT / 'results' / 'flip').glob('*.jsonl')]
+    labels = ['untrained', 'ERM', 'IRMv1', 'MRM-IRMv1', 'SparseIRM-IRMv1']
+    assert sorted((line['label'], line['config']['seed']) for line in told) == sorted((m, s) for m in labels for s in range(3))
+    flipped = {config_hash(Run.from_dict(line['config'])) for line in told if line['label'] in labels[1:]}
+    assert flipped == {config_hash(row['run']) for row in baseline_rows if row['run'].method in labels}
+    seen = pd.DataFrame(told).groupby('label')[['flip', 'ratio']].agg(['mean', 'std'])
+    moved = {m: f'{seen.loc[m, ("flip", "mean")]:.3f}' for m in labels}
+    ratio = {m: f'{seen.loc[m, ("ratio", "mean")]:.2f} ± {seen.loc[m, ("ratio", "std")]:.2f} for {m}' for m in labels}
+    readme = ' '.join((ROOT / 'README.md').read_text(encoding='utf-8').split())
+    assert f"layer by {moved['SparseIRM-IRMv1']} on average and one of IRMv1's by {moved['IRMv1']}," in readme
+    assert f"it is {ratio['SparseIRM-IRMv1']}, {ratio['IRMv1']} and {ratio['MRM-IRMv1']} (last step" in readme
+
+
+@pytest.mark.parametrize('notebook', ['probe', 'flip'])
+def test_the_notebooks_on_networks_find_their_results(notebook, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status = main(['reproduce', 'probe', '--preset', 'paper', '--dry-run', '--methods', 'untrained,ERM,IRMv1,MRM-IRMv1,SparseIRM-IRMv1',
-                   '-p', f'results_in={ROOT / "results" / "probe"}'])
-    assert status == 0 and capsys.readouterr().out == 'probe: no runs to do, all results exist\n'
+    status = main(['reproduce', notebook, '--preset', 'paper', '--dry-run', '--methods',
+                   'untrained,ERM,IRMv1,MRM-IRMv1,SparseIRM-IRMv1', '-p', f'results_in={ROOT / "results" / notebook}'])
+    assert status == 0 and capsys.readouterr().out == f'{notebook}: no runs to do, all results exist\n'
 
 
 def test_the_theory_notebook_quotes_its_tables():
