@@ -8,10 +8,11 @@ __all__ = ['BLOCK', 'PARTS', 'stream', 'State', 'dense', 'new_state', 'batch_row
            'penalised_risk', 'train_step', 'predict', 'accuracy', 'measure', 'evaluate', 'save_checkpoint',
            'load_checkpoint', 'choose_device', 'hide_bar', 'fit']
 
-# %% ../nbs/12_training.ipynb #4cc8591f
+# %% ../nbs/12_training.ipynb #05382981
 import hashlib
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -357,12 +358,12 @@ def _finite(value: float, state: State, path: Path | None) -> float:
                                  f'Lower lr ({state.config.lr:g}) or penalty_weight ({state.config.penalty_weight:g}).')
     return value
 
-# %% ../nbs/12_training.ipynb #c9d5b7de
+# %% ../nbs/12_training.ipynb #e4db0d06
 def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 'auto',
         checkpoint: str | Path | None = None, checkpoint_every: int = 100, progress: bool | None = None) -> State:
     """Train `model` in place on the benchmark's training environments and return the final state with its history.
 
-    checkpoint: a file to continue from when it exists, and to write every `checkpoint_every` steps.
+    checkpoint: a file to continue from when it exists, and to write every `checkpoint_every` steps and, of slow ones, each minute.
     progress: a bar; None shows it on a terminal and in a notebook. What layers draw (dropout) follows the seed, too.
     ValueError for a configuration that does not fit, FloatingPointError when the loss stops being finite."""
     from tqdm import tqdm
@@ -376,7 +377,7 @@ def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 
         raise FileNotFoundError(f'checkpoint: there is no folder {path.parent}')
     compute = torch.bfloat16 if config.dtype == 'bfloat16' else next(dense(model).parameters()).dtype
     benchmark, task = benchmark.to(where, compute), task_of(benchmark.n_classes)
-    state, batches = new_state(model.to(where), config), Batches(benchmark.train, config)
+    state, batches, saved = new_state(model.to(where), config), Batches(benchmark.train, config), time.monotonic()
     if path is not None and path.exists():
         load_checkpoint(state, path)
     model.train()
@@ -390,9 +391,10 @@ def fit(model: nn.Module, benchmark: Benchmark, config: Training, device: str = 
                 row = evaluate(state, benchmark, _finite(loss.item(), state, path))
                 _finite(row['train_risk'], state, path)  # the loss is from before the step, this from after it
                 state.history.append(row)
-                bar.set_postfix({k: f"{state.history[-1][k + '_accuracy']:.3f}" for k in ('train', 'test')}, refresh=False)
-            if path is not None and (state.step % checkpoint_every == 0 or due):
+                bar.set_postfix({k: f"{row[k + '_accuracy']:.3f}" for k in ('train', 'test')}, refresh=False)
+            if path is not None and (state.step % checkpoint_every == 0 or due or time.monotonic() - saved > 60):
                 _finite(loss.item(), state, path)
                 save_checkpoint(state, path)
+                saved = time.monotonic()
             bar.update()
     return state

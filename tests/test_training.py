@@ -1,8 +1,10 @@
 """Training repeats itself bit for bit, survives interruption anywhere, keeps its budget, refuses what does not fit."""
 import copy
 import dataclasses
+import itertools
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -189,6 +191,15 @@ def test_an_interrupted_training_continues_exactly(kind, mode, call, done, bench
     assert same(everything(again), everything(whole))
     finished = path.read_bytes()
     assert same(everything(train(c, benchmark, **where)), everything(whole)) and path.read_bytes() == finished
+
+
+@pytest.mark.parametrize('seconds, reached', [(61, 17), (25, 15), (0, 0)])
+def test_slow_steps_are_saved_each_minute(seconds, reached, benchmark, tmp_path, monkeypatch):
+    c, path, clock = config(), tmp_path / 'state.pt', itertools.count(0, seconds)
+    monkeypatch.setattr('sparse_irm.training.time', SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(Interrupted):
+        train(c, benchmark, interrupt(model_for(c, benchmark), 'training', 18), checkpoint=path)
+    assert (torch.load(path, weights_only=True)['step'] if path.exists() else 0) == reached
 
 
 @pytest.mark.parametrize('changes, told', [
