@@ -223,7 +223,7 @@ def train_step(state: State, x: Tensor, y: Tensor, sizes: Sequence[int], task: s
     state.step += 1
     return loss.detach()
 
-# %% ../nbs/12_training.ipynb #18924351
+# %% ../nbs/12_training.ipynb #0a4d140f
 BLOCK = 4_000_000  # numbers of x in one piece of an evaluation
 
 
@@ -235,7 +235,8 @@ def predict(model: nn.Module, x: Tensor, config: Training, m: Tensor | None = No
     ValueError for no rows."""
     if not len(x):
         raise ValueError(f'x: got shape {tuple(x.shape)}, takes [n, ...] with n >= 1')
-    blocks = -(-len(x) // (rows or max(1, BLOCK // x[0].numel())))
+    smaller = 8 if x.device.type == 'cpu' and config.statistics == 'running' else 1  # what fits a processor's caches
+    blocks = -(-len(x) // (rows or max(1, BLOCK // smaller // x[0].numel())))
     with evaluating(model, config.statistics):
         logits = torch.cat([run_model(model, part, m, config) for part in x.tensor_split(blocks)])
     return logits if logits.dtype == torch.float64 else logits.float()
@@ -267,7 +268,7 @@ def measure(logits: Tensor, environments: Sequence[Environment], task: str, pena
         row |= {f'{e.name} accuracy': hit, f'{e.name} risk': r}
     return row
 
-# %% ../nbs/12_training.ipynb #0f7bbad6
+# %% ../nbs/12_training.ipynb #f1c7a32c
 def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> dict:
     "One row of history, as flat dict: schedule (of the last step) and mask, then accuracy, risk, penalty of every group."
     c, t, task = state.config, state.step, task_of(benchmark.n_classes)
@@ -285,10 +286,9 @@ def evaluate(state: State, benchmark: Benchmark, loss: float = float('nan')) -> 
         if group:
             logits = torch.cat([predict(state.model, e.x, c, m) for e in group])
             row |= measure(logits, group, task, c.penalty, role)
-            if c.meta_lr is None:
-                row[f'{role}_objective'] = row[f'{role}_risk'] + full_weight(c) * row[f'{role}_penalty']
-            elif role == 'test':
-                row[f'{role}_objective'] = row[f'{role}_risk']
+            if c.meta_lr is None or role == 'test':
+                weight = full_weight(c) if c.meta_lr is None else 0.0
+                row[f'{role}_objective'] = row[f'{role}_risk'] + weight * row[f'{role}_penalty']
             else:
                 x, y, sizes = join([e.x for e in group]), join([e.y for e in group]), [len(e) for e in group]
                 with evaluating(state.model, c.statistics):
