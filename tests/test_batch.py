@@ -171,7 +171,7 @@ def test_a_dask_cluster_that_loses_a_worker(tmp_path, undisturbed):
         workers[0].kill()
     killer = threading.Thread(target=kill, daemon=True)
     try:
-        wait_until(told.exists)
+        wait_until(lambda: told.exists() and told.read_text().endswith('}'))    # the file is there before its text is
         killer.start()
         rows = execute_all(GRID, folder, device='cpu', scheduler=json.loads(told.read_text())['address'], progress=False)
         killer.join()
