@@ -26,7 +26,7 @@ def resnet18(n_classes: int = 2, seed: int = 0) -> nn.Module:
         net = ResNet(BasicBlock, [2, 2, 2, 2], num_classes=n_classes if n_classes > 2 else 1)
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode='fan_out', nonlinearity='relu')
-    return net
+    return net.to(memory_format=torch.channels_last)
 
 # %% ../nbs/09_resnet.ipynb #aa529992
 STATISTICS = ('running', 'batch')
